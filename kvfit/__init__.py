@@ -1,0 +1,38 @@
+"""kvfit: let one language model continue from another model's KV cache.
+
+Public names are loaded when first used, so that ``import kvfit`` costs nothing:
+
+    from kvfit import load_mapper, handoff
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvfit.handoff import Handoff, handoff
+    from kvfit.hub import load_mapper
+    from kvfit.mapper import Mapper
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Handoff": "kvfit.handoff",
+    "Mapper": "kvfit.mapper",
+    "handoff": "kvfit.handoff",
+    "load_mapper": "kvfit.hub",
+}
+
+__all__ = ["Handoff", "Mapper", "__version__", "handoff", "load_mapper"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvfit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    # `kvfit.handoff` is a module and a public function of the same name; the import above bound the module.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

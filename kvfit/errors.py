@@ -1,0 +1,41 @@
+"""The error tree.
+
+Every error that kvfit raises on purpose is a `KvfitError` and also a built-in, so that callers can catch either.
+A message is one logical line that says what was found, what was needed and what to do.
+"""
+
+
+class KvfitError(Exception):
+    """Base of all errors that kvfit raises on purpose. The command line turns it into exit code 1."""
+
+
+class MismatchError(KvfitError, ValueError):
+    """Two things that must agree do not: a model and a bundle, two tokenizers, a cache and its mask."""
+
+
+class UnsupportedModelError(KvfitError, NotImplementedError):
+    """A model whose keys and values kvfit cannot describe or prove right."""
+
+
+class RefError(KvfitError, LookupError):
+    """A model, bundle or dataset that cannot be found or reached under its ref."""
+
+
+class TextError(KvfitError, ValueError):
+    """Text that cannot be used: unreadable, empty, or shorter than a sequence."""
+
+
+class StoreError(KvfitError, ValueError):
+    """A statistics store that is incomplete, damaged, locked, or made by another recipe."""
+
+
+class SolveError(KvfitError, ArithmeticError):
+    """A linear system that has no trustworthy solution; names the layer and the kind."""
+
+
+class BundleError(KvfitError, ValueError):
+    """A bundle that is torn, altered, hostile, or of a newer format; names the file and the field."""
+
+
+class GateError(KvfitError, RuntimeError):
+    """A quality gate refused. The command line turns it into exit code 3."""

@@ -1,0 +1,1 @@
+"""Fitting: statistics, solving and evaluation. Heavy; runs once per pair. Needs the extra ``fit``."""

@@ -1,0 +1,286 @@
+"""What a model, its rotary embedding and a mapper are, as frozen values with strict JSON.
+
+Nothing here touches a model or a file. Reading a spec refuses what it does not know: an unknown key, a missing key, a
+value of another type. So a spec that was read means the same as the one that was written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from kvfit.errors import KvfitError
+
+FORMAT_VERSION = 1
+
+Kind = Literal["keys", "values"]
+KINDS: tuple[Kind, Kind] = ("keys", "values")
+Support = Literal["full", "head"]
+Inputs = Literal["same", "both"]
+Pairing = Literal["half", "interleaved"]
+
+T = TypeVar("T")
+
+
+class SpecError(KvfitError, ValueError):
+    """A spec that cannot be read; `field` is the dotted path of the value at fault."""
+
+    def __init__(self, field: str, found: str, needed: str) -> None:
+        self.field = field
+        super().__init__(f"field {field or '<top>'}: found {found}, needed {needed}")
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """One rotary table: the angle of position p in plane i is ``p * inverse_frequencies[i]``.
+
+    Attributes:
+        inverse_frequencies: R/2 angles in radians per position, each exactly a float32.
+        rotated_width: R, the leading features of a head that rotate; the others pass through.
+        pairing: ``half`` turns feature i with i + R/2; ``interleaved`` turns 2i with 2i + 1.
+        attention_scaling: factor on cosine and sine (YaRN, longrope); 1.0 elsewhere.
+    """
+
+    inverse_frequencies: tuple[float, ...]
+    rotated_width: int
+    pairing: Pairing
+    attention_scaling: float
+
+    def __post_init__(self) -> None:
+        if self.rotated_width != 2 * len(self.inverse_frequencies):
+            raise SpecError(
+                "rotated_width",
+                f"{self.rotated_width} with {len(self.inverse_frequencies)} inverse frequencies",
+                "twice their number",
+            )
+        if not all(math.isfinite(value) for value in self.inverse_frequencies):
+            raise SpecError("inverse_frequencies", "a value that is not finite", "finite numbers")
+        if not (math.isfinite(self.attention_scaling) and self.attention_scaling > 0):
+            raise SpecError("attention_scaling", str(self.attention_scaling), "a finite number above 0")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """The rotary tables of a model and which layer uses which.
+
+    Attributes:
+        tables: the distinct tables.
+        assignment: per KV layer, the index into `tables`, or None for a layer that does not rotate.
+    """
+
+    tables: tuple[RopeTable, ...]
+    assignment: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        for layer_index, table in enumerate(self.assignment):
+            if table is not None and not 0 <= table < len(self.tables):
+                raise SpecError(f"assignment[{layer_index}]", str(table), f"None or 0..{len(self.tables) - 1}")
+
+    def table(self, layer_index: int) -> RopeTable | None:
+        """The table of a KV layer, None where it does not rotate."""
+        index = self.assignment[layer_index]
+        return None if index is None else self.tables[index]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What pins one model: where it came from, its KV geometry, and the fingerprints of its content.
+
+    Attributes:
+        ref: ``org/name`` on the Hub, ``demo:source``, or the name (never the path) of a local folder.
+        revision: commit hash, None for what has none.
+        family: transformers' ``model_type``.
+        n_layers: layers that own keys and values, in decoder order.
+        n_heads: H, key/value heads per layer.
+        head_dim: D, features per head.
+        n_query_heads: query heads per layer; query head q reads KV head ``q // (n_query_heads // n_heads)``.
+        windows: per KV layer, the sliding window in tokens, or None for full attention.
+        rope: the rotary description.
+        tokenizer_fingerprint: digest of the token-to-id map.
+        config_digest: digest of the configuration values that change what the model computes.
+        weight_fingerprint: digest of fixed slices of every key and value projection, in bfloat16.
+        dtype: dtype that the activations were captured in.
+        quantisation: name of the quantisation method, None for none.
+    """
+
+    ref: str
+    revision: str | None
+    family: str
+    n_layers: int
+    n_heads: int
+    head_dim: int
+    n_query_heads: int
+    windows: tuple[int | None, ...]
+    rope: RopeSpec
+    tokenizer_fingerprint: str
+    config_digest: str
+    weight_fingerprint: str
+    dtype: str
+    quantisation: str | None
+
+    def __post_init__(self) -> None:
+        for name in ("n_layers", "n_heads", "head_dim", "n_query_heads"):
+            if getattr(self, name) < 1:
+                raise SpecError(name, str(getattr(self, name)), "at least 1")
+        for name, length in (("windows", len(self.windows)), ("rope.assignment", len(self.rope.assignment))):
+            if length != self.n_layers:
+                raise SpecError(name, f"{length} entries", f"{self.n_layers}, one per layer")
+        for index, table in enumerate(self.rope.tables):
+            if table.rotated_width > self.head_dim:
+                raise SpecError(f"rope.tables[{index}].rotated_width", str(table.rotated_width), f"at most {self.head_dim}")
+
+    @property
+    def width(self) -> int:
+        """H * D, the features of one layer's keys (or values) per token."""
+        return self.n_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """How one kind of one target layer is made.
+
+    Attributes:
+        kind: what is predicted.
+        layer_index: the target layer.
+        source_layers: the source layers read, ascending.
+        penalty: the ridge penalty used, relative to the mean variance of the inputs.
+        r2_fit: R2 before the gain on the fit split, over all outputs together.
+        r2_holdout: the same on the holdout split.
+    """
+
+    kind: Kind
+    layer_index: int
+    source_layers: tuple[int, ...]
+    penalty: float
+    r2_fit: float
+    r2_holdout: float
+
+
+@dataclass(frozen=True)
+class MapperSpec:
+    """A mapper: both models, how keys were treated, and one `LayerMap` per target layer and kind.
+
+    Attributes:
+        format_version: of the bundle format.
+        kvfit_version: of the kvfit that wrote it.
+        keys_rotated: False when the map works on un-rotated keys (kvfit always fits so).
+        support: ``full``: a layer's outputs read all heads of the chosen source layers, weight (F, G) with
+            F = k * H_source * D_source and G = H_target * D_target; ``head``: target head h reads source head
+            ``h * H_source // H_target`` only, weight (H_target, k * D_source, D_target).
+        inputs: ``same``: keys from keys and values from values; ``both``: each from keys followed by values, so F doubles.
+        gain: the gain that was folded into weight and bias: ``variance``, ``head`` or ``none``.
+        dtype: of the stored weights.
+        layers: keys and values of target layer 0, of target layer 1, and so on.
+    """
+
+    format_version: int
+    kvfit_version: str
+    source: ModelSpec
+    target: ModelSpec
+    keys_rotated: bool
+    support: Support
+    inputs: Inputs
+    gain: Literal["variance", "head", "none"]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    layers: tuple[LayerMap, ...]
+
+    def __post_init__(self) -> None:
+        expected = [(kind, index) for index in range(self.target.n_layers) for kind in KINDS]
+        found = [(layer.kind, layer.layer_index) for layer in self.layers]
+        if found != expected:
+            raise SpecError("layers", f"{len(found)} entries in another order", f"keys and values of {self.target.n_layers} layers")
+        for index, layer in enumerate(self.layers):
+            chosen = layer.source_layers
+            ascending = all(a < b for a, b in zip(chosen, chosen[1:], strict=False))
+            if not chosen or not ascending or chosen[0] < 0 or chosen[-1] >= self.source.n_layers:
+                raise SpecError(
+                    f"layers[{index}].source_layers", str(list(chosen)), f"ascending layers of 0..{self.source.n_layers - 1}"
+                )
+        if self.support == "head" and self.source.n_heads != self.target.n_heads and self.target.n_heads % self.source.n_heads:
+            raise SpecError("support", f"head with {self.source.n_heads} to {self.target.n_heads} heads", "counts that divide")
+
+    def layer(self, kind: Kind, layer_index: int) -> LayerMap:
+        """The entry of one kind of one target layer."""
+        return self.layers[2 * layer_index + KINDS.index(kind)]
+
+    def input_width(self, kind: Kind, layer_index: int) -> int:
+        """F: features that one target layer's map reads, per head where support is ``head``."""
+        per_layer = self.source.width if self.support == "full" else self.source.head_dim
+        return len(self.layer(kind, layer_index).source_layers) * per_layer * (2 if self.inputs == "both" else 1)
+
+    def weight_shape(self, kind: Kind, layer_index: int) -> tuple[int, ...]:
+        """Shape of the weight of one target layer: (F, G), or (H_target, F, D_target) where support is ``head``."""
+        width = self.input_width(kind, layer_index)
+        if self.support == "full":
+            return (width, self.target.width)
+        return (self.target.n_heads, width, self.target.head_dim)
+
+
+def to_json(value: Any) -> Any:
+    """A spec as JSON values: dataclasses become objects, tuples become arrays."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(cls: type[T], value: Any, field: str = "") -> T:
+    """The spec of type `cls` that `to_json` wrote.
+
+    Raises:
+        SpecError: unknown or missing keys, or a value of another type; names the field.
+    """
+    return typing.cast(T, _read(cls, value, field))
+
+
+def _read(wanted: Any, value: Any, field: str) -> Any:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if dataclasses.is_dataclass(wanted) and isinstance(wanted, type):
+        return _read_dataclass(wanted, value, field)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise SpecError(field, type(value).__name__, "an array")
+        return tuple(_read(arguments[0], item, f"{field}[{index}]") for index, item in enumerate(value))
+    if origin is Literal:
+        if not any(value == option and type(value) is type(option) for option in arguments):
+            raise SpecError(field, repr(value)[:80], "one of " + ", ".join(map(str, arguments)))
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _read(next(option for option in arguments if option is not type(None)), value, field)
+    if wanted is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise SpecError(field, str(value), "a finite number")
+        return float(value)
+    if type(value) is not wanted:
+        raise SpecError(field, type(value).__name__, wanted.__name__)
+    return value
+
+
+def _read_dataclass(cls: type, value: Any, field: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise SpecError(field, type(value).__name__, f"an object ({cls.__name__})")
+    hints = typing.get_type_hints(cls)
+    unknown, missing = sorted(set(value) - set(hints)), sorted(set(hints) - set(value))
+    if unknown:
+        raise SpecError(f"{field}.{unknown[0]}".lstrip("."), "an unknown key", f"only {', '.join(hints)}")
+    if missing:
+        raise SpecError(f"{field}.{missing[0]}".lstrip("."), "nothing", "a value")
+    read = {name: _read(hint, value[name], f"{field}.{name}".lstrip(".")) for name, hint in hints.items()}
+    try:
+        return cls(**read)
+    except SpecError as error:
+        prefix = f"{field}." if field and not error.field.startswith(field) else ""
+        raise SpecError(prefix + error.field, *_parts(error)) from None
+
+
+def _parts(error: SpecError) -> tuple[str, str]:
+    found, needed = str(error).split(": found ", 1)[1].rsplit(", needed ", 1)
+    return found, needed
