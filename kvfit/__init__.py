@@ -6,6 +6,8 @@ Public names are loaded when first used, so that ``import kvfit`` costs nothing:
 """
 
 import importlib
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,21 +20,35 @@ __version__ = "0.1.0"
 _HOMES = {
     "Handoff": "kvfit.handoff",
     "Mapper": "kvfit.mapper",
-    "handoff": "kvfit.handoff",
     "load_mapper": "kvfit.hub",
 }
 
 __all__ = ["Handoff", "Mapper", "__version__", "handoff", "load_mapper"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'kvfit' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    # `kvfit.handoff` is a module and a public function of the same name; the import above bound the module.
-    globals()[name] = value
-    return value
+
+class _Package(types.ModuleType):
+    """The package, with lazy public names.
+
+    A class rather than a module-level ``__getattr__``, because importing the module ``kvfit.handoff`` makes the import
+    system store that module under the name of the public function; a property wins over such a store.
+    """
+
+    @property
+    def handoff(self) -> Any:
+        return importlib.import_module("kvfit.handoff").handoff
+
+    @handoff.setter
+    def handoff(self, module: types.ModuleType) -> None:
+        """Where the import system offers the module of the same name: declined."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'kvfit' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+    def __dir__(self) -> list[str]:
+        return sorted(__all__)
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+sys.modules[__name__].__class__ = _Package
