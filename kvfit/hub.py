@@ -1,0 +1,179 @@
+"""From a ref to a mapper: a folder, a repository of the Hub, or a pair of models looked up in the registry."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvfit import manifest
+from kvfit.bundle import Bundle
+from kvfit.errors import BundleError, GateError, RefError
+from kvfit.refs import is_path, is_repository, published_versions, split_ref
+from kvfit.registry import find_mapper
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvfit.mapper import Mapper
+
+PATTERNS = ["mapper.json", "mapper-*.safetensors", "recipe.json", "solve.json", "evaluation.json", "evaluation.md", "README.md"]
+PATTERNS += ["LICENSE", "*.png", "*.svg", manifest.MANIFEST]
+
+
+def load_mapper(
+    ref: str | Path | None = None,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    local_files_only: bool = False,
+    require: Literal["pass", "any"] = "pass",
+) -> Mapper:
+    """Load a mapper.
+
+    Args:
+        ref: a folder, or ``org/name`` or ``org/name@revision`` on the Hub. None to look up `source` and `target`.
+        source: ref of the source model, for the registry.
+        target: ref of the target model, for the registry.
+        revision: tag, branch or commit hash; for a folder of published versions, the version.
+        device: where the weights go; the CPU by default.
+        dtype: of the weights in memory; as stored by default.
+        local_files_only: never ask the Hub; what was fetched before is found by tag and by hash. So it is too with
+            ``HF_HUB_OFFLINE=1``.
+        require: ``pass`` refuses a mapper whose evaluation failed; ``any`` loads it.
+
+    Raises:
+        RefError: nothing is found under the ref, or it cannot be reached; names the repository and says which.
+        BundleError: a bundle that is torn, altered or hostile.
+        GateError: a mapper whose verdict is ``fail``.
+    """
+    if require not in ("pass", "any"):
+        raise ValueError(f"require: found {require!r}, needed 'pass' or 'any'")
+    pinned = None
+    if ref is None:
+        if source is None or target is None:
+            raise RefError("load_mapper: found no ref, needed a ref, or both source= and target=")
+        entry = find_mapper(source, target)
+        ref = entry.location
+        pinned = entry.weights_digest if revision is None else None
+        revision = revision or entry.pin
+    elif source is not None or target is not None:
+        raise RefError(f"load_mapper: found both the ref {str(ref)!r} and source= or target=, needed one of the two")
+    bundle = Bundle.open(resolve(ref, revision, local_files_only))
+    if pinned is not None and bundle.weights_digest != pinned:
+        raise BundleError(
+            f"mapper {ref}@{revision}: weights digest {bundle.weights_digest[:19]}, the registry says {pinned[:19]};"
+            " report it to the registry, or load it by its ref"
+        )
+    check_verdict(bundle, str(ref), require)
+    from kvfit.mapper import Mapper
+
+    return Mapper.from_bundle(bundle, device=device, dtype=dtype)
+
+
+def check_verdict(bundle: Bundle, ref: str, require: Literal["pass", "any"] = "pass") -> None:
+    """Refuse a bundle whose evaluation failed, and warn of one that has none.
+
+    Raises:
+        GateError: the verdict is ``fail`` and `require` is ``pass``.
+    """
+    if bundle.verdict == "fail" and require == "pass":
+        raise GateError(
+            f"mapper {ref}: its evaluation failed (verdict fail in evaluation.json); read {bundle.folder / 'README.md'},"
+            " or load it anyway with require='any'"
+        )
+    if bundle.verdict == "unknown":
+        reason = "was not evaluated" if bundle.evaluation is None else "was evaluated with other weights or without a verdict"
+        # The text names the digest, so that Python's own filter shows it once per bundle and call site.
+        warnings.warn(
+            f"mapper {ref} {reason} ({bundle.weights_digest[:19]}): run kvfit evaluate before you rely on it", stacklevel=3
+        )
+
+
+def resolve(ref: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path:
+    """The local folder of a bundle, fetched from the Hub if it is not here yet.
+
+    Args:
+        ref: a folder, a folder of published versions, or ``org/name``; the two latter may end in ``@revision``.
+        revision: instead of ``@revision``.
+        local_files_only: never ask the Hub.
+
+    Raises:
+        RefError: nothing is there; the repository is missing, private or gated; the revision is missing; or offline.
+    """
+    if isinstance(ref, Path) or Path(ref).expanduser().is_dir():
+        return _resolve_folder(Path(ref).expanduser(), revision)
+    name, found = split_ref(ref)
+    if found is not None and revision is not None and found != revision:
+        raise RefError(f"{ref}: found revision {revision!r} as well, needed one of the two")
+    revision = found or revision
+    if is_path(name):
+        return _resolve_folder(Path(name).expanduser(), revision)
+    if not is_repository(name):
+        raise RefError(f"{ref!r}: needed a folder that exists, or org/name or org/name@revision on the Hub")
+    return _resolve_repository(name, revision, local_files_only)
+
+
+def _resolve_folder(folder: Path, revision: str | None) -> Path:
+    if not folder.is_dir():
+        raise RefError(f"{folder}: no such folder; needed a bundle, or a folder that bundles were published to")
+    if (folder / "mapper.json").exists():
+        if revision is not None:
+            raise RefError(f"{folder}: is one bundle, so it has no revision {revision!r}; leave the revision out")
+        return folder
+    tags = published_versions(folder)
+    if not tags:
+        raise RefError(f"{folder}: no mapper.json and no published versions in it; needed a bundle")
+    if revision is not None and revision not in tags:
+        raise RefError(f"{folder}: no version {revision!r}; there are {', '.join(tags)}")
+    return folder / (revision or tags[-1])
+
+
+def _resolve_repository(name: str, revision: str | None, local_files_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only))
+    except Exception as error:
+        raise explain(error, name, revision) from error
+
+
+def explain(error: Exception, name: str, revision: str | None = None) -> Exception:
+    """What an error of the Hub's client means for one repository: a RefError that says so, or the error itself."""
+    from huggingface_hub import constants, errors
+
+    at = f"{name}@{revision}" if revision else name
+    status: Any = getattr(getattr(error, "response", None), "status_code", None)
+    token = "log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        return RefError(f"{name}: gated; accept its conditions at https://huggingface.co/{name}, then {token}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return RefError(f"{name}: has no revision {revision or 'main'!r}; look at the tags and branches of {name}")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        # The Hub answers 401 for what does not exist as well, so that nobody learns names of private repositories.
+        seen = (
+            "missing, or private and your token may not read it"
+            if _has_token()
+            else "missing, or private and you are not logged in"
+        )
+        return RefError(f"{name}: {seen}; check the spelling, or {token}")
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        offline = (
+            "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the Hub was not asked or cannot be reached"
+        )
+        return RefError(f"{at}: not in the local cache and {offline}; fetch it once with a connection")
+    if status in (401, 403):
+        return RefError(f"{name}: not authorised (HTTP {status}); {token} with rights for {name}")
+    if isinstance(error, errors.HfHubHTTPError | OSError | errors.HFValidationError):
+        text = " ".join(str(error).split())[:300]
+        return RefError(f"{at}: the Hub cannot be reached or refused ({type(error).__name__}: {text}); try again")
+    return error
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None

@@ -1,0 +1,134 @@
+"""``SHA256SUMS``: which files a bundle has, and whether they are the ones that were written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvfit.errors import BundleError
+
+MANIFEST = "SHA256SUMS"
+MAX_MANIFEST = 1 << 20
+REQUIRED = ("mapper.json", "recipe.json", "solve.json")
+SHARD = re.compile(r"mapper-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
+EXTRA = re.compile(
+    r"evaluation\.json|evaluation\.md|README\.md|LICENSE|(?=.{1,128}\Z)[A-Za-z0-9][A-Za-z0-9._-]*\.(png|svg)", re.ASCII
+)
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)", re.ASCII)
+
+
+def is_extra(name: str) -> bool:
+    """Whether a file of that name may be added to a finished bundle."""
+    return EXTRA.fullmatch(name) is not None
+
+
+def is_meaning(name: str) -> bool:
+    """Whether a file of that name decides what the mapper computes."""
+    return name == "mapper.json" or SHARD.fullmatch(name) is not None
+
+
+def render(digests: Mapping[str, str]) -> bytes:
+    """The content of ``SHA256SUMS`` for digests by name."""
+    return "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)).encode()
+
+
+def weights_digest(digests: Mapping[str, str]) -> str:
+    """Digest of the spec and all weights, from the digests of the files; what a verdict binds to."""
+    lines = render({name: digest for name, digest in digests.items() if is_meaning(name)})
+    return "sha256:" + hashlib.sha256(lines).hexdigest()
+
+
+def parse(data: bytes) -> dict[str, str]:
+    """Digests by name.
+
+    Raises:
+        BundleError: a malformed line, a name that the format does not allow, a name listed twice, a missing file's name.
+    """
+    digests: dict[str, str] = {}
+    try:
+        lines = data.decode("ascii").split("\n")
+    except UnicodeDecodeError:
+        raise BundleError(f"file {MANIFEST}: needed ASCII text") from None
+    if len(data) > MAX_MANIFEST or lines.pop() != "":
+        raise BundleError(f"file {MANIFEST}: {len(data)} bytes, needed at most {MAX_MANIFEST} that end with a line feed")
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise BundleError(
+                f"file {MANIFEST}, line {number}: found {line[:100]!r}, needed 64 hexadecimal digits, two spaces, a name"
+            )
+        digest, name = match.groups()
+        if not (name in REQUIRED or is_meaning(name) or is_extra(name)):
+            raise BundleError(f"file {MANIFEST}, line {number}: the name {name[:100]!r} is not allowed in a bundle")
+        if name in digests:
+            raise BundleError(f"file {MANIFEST}, line {number}: {name} is listed twice")
+        digests[name] = digest
+    for name in REQUIRED:
+        if name not in digests:
+            raise BundleError(f"file {MANIFEST}: {name} is not listed; the bundle is incomplete")
+    _check_numbers(digests)
+    return digests
+
+
+def shard_names(digests: Mapping[str, str]) -> list[str]:
+    """The weight files, in order."""
+    return sorted(name for name in digests if SHARD.fullmatch(name))
+
+
+def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
+    """Check that a folder holds exactly the listed files and that each is a regular file.
+
+    Raises:
+        BundleError: names the first file that is unlisted, missing, a link, a folder or a device.
+    """
+    present = {entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")}
+    for name in sorted(present - set(digests) - {MANIFEST}):
+        raise BundleError(f"file {name[:100]!r}: not listed in {MANIFEST}; remove it, or fetch the bundle again")
+    for name in sorted(set(digests) - present):
+        raise BundleError(f"file {name}: listed in {MANIFEST} but missing; fetch the bundle again")
+    for name in sorted(present):
+        check_regular(folder, name)
+
+
+def check_regular(folder: Path, name: str) -> None:
+    """Refuse what is no regular file; a link only passes from a Hub snapshot into the blobs of its repository."""
+    path = folder / name
+    try:
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            target = Path(os.path.realpath(path))
+            blobs = Path(os.path.realpath(folder.parent.parent / "blobs"))
+            if folder.parent.name != "snapshots" or target.parent != blobs:
+                raise BundleError(f"file {name}: a symbolic link to {str(target)[:200]!r}, needed a regular file")
+            mode = target.lstat().st_mode
+    except FileNotFoundError:
+        raise BundleError(f"file {name}: missing in {folder}; this is no bundle, or an incomplete one") from None
+    except OSError as error:
+        raise BundleError(f"file {name}: cannot be read ({error.strerror})") from None
+    if not stat.S_ISREG(mode):
+        raise BundleError(f"file {name}: neither a regular file nor a link to one")
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal, read in pieces."""
+    digest = hashlib.sha256()
+    buffer = bytearray(1 << 20)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def _check_numbers(digests: Mapping[str, str]) -> None:
+    names = shard_names(digests)
+    expected = [f"mapper-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
+    if not names or names != expected:
+        found = ", ".join(names[:3]) or "none"
+        raise BundleError(
+            f"file {MANIFEST}: weight files {found}, needed mapper-00001-of-0000N to mapper-0000N-of-0000N, all of them"
+        )

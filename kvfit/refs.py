@@ -1,0 +1,60 @@
+"""Refs: what names a model or a mapper, ``org/name@revision`` or a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from kvfit.errors import RefError
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_NUMBERED = re.compile(r"v(\d{1,9})", re.ASCII)
+
+
+def split_ref(ref: str) -> tuple[str, str | None]:
+    """``org/name@revision`` as name and revision.
+
+    Raises:
+        RefError: nothing follows the ``@``.
+    """
+    name, separator, revision = ref.rpartition("@")
+    if not separator or not name:
+        return ref, None
+    if not revision:
+        raise RefError(f"{ref!r}: found no revision after the @, needed a tag, branch or commit hash")
+    return name, revision
+
+
+def is_repository(name: str) -> bool:
+    """Whether a name has the form ``org/name`` of the Hub."""
+    return _REPOSITORY.fullmatch(name) is not None and "--" not in name and ".." not in name and not name.endswith(".git")
+
+
+def is_path(name: str) -> bool:
+    """Whether a name says by its form that it is a folder: ``./x``, ``../x``, ``/x``, ``~/x``, ``C:\\x``."""
+    return name.startswith((".", "~", os.sep)) or os.path.isabs(name) or "\\" in name or name.endswith("/")
+
+
+def is_tag(tag: str) -> bool:
+    """Whether a name can be a version: letters, digits, ``.``, ``_``, ``-``; no path."""
+    return _TAG.fullmatch(tag) is not None and ".." not in tag
+
+
+def version_key(tag: str) -> tuple[int, int, str]:
+    """Sorts tags: other names first, then v1, v2, ... by number."""
+    match = _NUMBERED.fullmatch(tag)
+    return (1, int(match.group(1)), "") if match else (0, 0, tag)
+
+
+def next_version(tags: list[str]) -> str:
+    """The version after the highest of v1, v2, ...: ``v1`` where there is none."""
+    numbers = [int(match.group(1)) for tag in tags if (match := _NUMBERED.fullmatch(tag))]
+    return f"v{max(numbers, default=0) + 1}"
+
+
+def published_versions(folder: Path) -> list[str]:
+    """The versions in a folder that bundles were published to, oldest first; v2 comes before v10."""
+    found = [entry.name for entry in folder.iterdir() if is_tag(entry.name) and (entry / "mapper.json").is_file()]
+    return sorted(found, key=version_key)
