@@ -1,0 +1,266 @@
+"""Transformers' KV caches: reading, building, and running a model on one. No other file knows their API.
+
+Works with both names of the argument (``cache=`` since 5.24, ``past_key_values=`` before: the other name is swallowed
+without an error) and with every cache that holds plain keys and values per layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError, UnsupportedModelError
+
+Pair = tuple[Tensor, Tensor]
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument (and output field) that takes the cache: ``cache`` or ``past_key_values``.
+
+    Raises:
+        UnsupportedModelError: `forward` takes neither.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    raise UnsupportedModelError(f"{family}: forward takes neither cache= nor past_key_values=; needed a model with a KV cache")
+
+
+def read_cache(cache: Any) -> list[Pair]:
+    """Keys and values of every layer, full length, in the cache's own memory (nothing is copied).
+
+    Args:
+        cache: a dynamic, sliding, static or offloaded transformers cache, or a sequence of (keys, values).
+
+    Returns:
+        Per layer (keys, values), each (B, H, T, D). An offloaded layer stays on the device where it lies.
+
+    Raises:
+        MismatchError: the cache is empty, a layer has dropped tokens, has none, or differs in length; names the layer.
+    """
+    if isinstance(cache, Sequence) and not hasattr(cache, "layers"):
+        pairs = [_plain_pair(item, index) for index, item in enumerate(cache)]
+    elif hasattr(cache, "layers"):
+        pairs = [_layer_pair(layer, index) for index, layer in enumerate(cache.layers)]
+    else:
+        raise MismatchError(
+            f"cache: found {type(cache).__name__}, needed a transformers Cache with layers or a sequence of (keys, values)"
+        )
+    if not pairs or pairs[0][0].shape[2] == 0:
+        raise MismatchError("cache: found no tokens, needed a prefilled cache: run the model on the prompt first")
+    first = pairs[0][0]
+    for index, (keys, values) in enumerate(pairs):
+        if keys.dim() != 4 or values.dim() != 4:
+            raise MismatchError(f"cache layer {index}: found shapes {tuple(keys.shape)}, {tuple(values.shape)}, needed (B, H, T, D)")
+        for kind, tensor in (("keys", keys), ("values", values)):
+            if (tensor.shape[0], tensor.shape[2]) != (first.shape[0], first.shape[2]):
+                raise MismatchError(
+                    f"cache layer {index}: found {kind} of {tensor.shape[0]} sequences and {tensor.shape[2]} tokens, "
+                    f"needed {first.shape[0]} and {first.shape[2]} as layer 0 has"
+                )
+    return pairs
+
+
+def _plain_pair(item: Any, index: int) -> Pair:
+    pair = tuple(item)[:2] if isinstance(item, Sequence) else ()
+    if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+        raise MismatchError(f"cache layer {index}: found {type(item).__name__}, needed a pair of tensors (keys, values)")
+    return pair[0], pair[1]
+
+
+def _layer_pair(layer: Any, index: int) -> Pair:
+    name = type(layer).__name__
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if "Quantized" in name:
+        raise MismatchError(f"cache layer {index}: found {name}, needed keys and values that are not quantised: use a DynamicCache")
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        what = "nothing stored" if getattr(layer, "is_initialized", None) is False else "no keys and values of its own"
+        raise MismatchError(f"cache layer {index}: found {name} with {what}, needed keys and values of every token")
+    if keys.dim() < 3:  # dynamic layers start from an empty vector
+        raise MismatchError(f"cache layer {index}: found no tokens, needed a prefilled cache: run the model on the prompt first")
+    seen, stored = int(layer.get_seq_length()), keys.shape[-2]
+    if seen > stored:
+        raise MismatchError(
+            f"cache layer {index}: found the last {stored} of {seen} tokens (sliding window), needed all of them: "
+            "fill a cache made by kvfit.cache.full_cache() instead"
+        )
+    # A static layer is as long as it may ever get; what is beyond its length is padding.
+    return keys[:, :, :seen], values[:, :, :seen]
+
+
+def cache_length(cache: Any) -> int:
+    """Tokens that the cache stands for, T; those that a sliding layer has dropped count too."""
+    if isinstance(cache, Sequence) and not hasattr(cache, "layers"):
+        return int(cache[0][0].shape[2]) if len(cache) else 0
+    return int(cache.get_seq_length())
+
+
+def new_cache(model: Any = None) -> Any:
+    """An empty cache of the kind that `model` needs: windowed layers truncate themselves. Without a model, `full_cache`."""
+    if model is None:
+        return full_cache()
+    from transformers import DynamicCache
+
+    return DynamicCache(config=unwrapped(model).config)
+
+
+def full_cache() -> Any:
+    """An empty cache that keeps every token of every layer, windowed layers included; for capture."""
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def recording_cache(on_update: Callable[[int, Tensor, Tensor], None]) -> Any:
+    """A `full_cache` that calls ``on_update(layer_index, keys, values)`` with what a layer caches, as it does."""
+    from transformers import DynamicCache
+
+    class RecordingCache(DynamicCache):  # type: ignore[misc]
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+            on_update(layer_idx, key_states, value_states)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    return RecordingCache()
+
+
+def layer_windows(model: Any, n_layers: int) -> tuple[int | None, ...]:
+    """Per layer the sliding window in tokens or None, as the model's own cache truncates."""
+    layers = new_cache(model).layers
+    if not layers:  # older versions make the layers of a cache without windows as they are filled
+        return (None,) * n_layers
+    windows = (getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in layers)
+    return tuple(None if window is None else int(window) for window in windows)
+
+
+def append(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
+    """Append full-length keys and values, (B, H, T, D), of one layer; a windowed layer drops what it does not need."""
+    cache.update(keys, values, layer_index)
+
+
+def crop(cache: Any, length: int) -> None:
+    """Shorten a cache to its first `length` tokens.
+
+    Raises:
+        MismatchError: it is shorter, or a windowed layer has dropped tokens that it would need again; nothing has changed.
+    """
+    held = cache_length(cache)
+    if length == held:
+        return
+    if not 0 <= length < held:
+        raise MismatchError(f"cache: found {held} tokens, needed at least {length}")
+    for index, layer in enumerate(cache.layers):
+        if int(layer.get_seq_length()) > layer.keys.shape[-2]:
+            raise MismatchError(
+                f"cache layer {index}: found a sliding window that has dropped tokens, needed all to crop: start from a new cache"
+            )
+    if all(hasattr(layer, "cumulative_length") is False for layer in cache.layers):
+        cache.crop(length - held)
+        return
+    for layer in cache.layers:  # cropping a windowed layer differs between versions; its length is set by hand
+        if "Static" in type(layer).__name__:
+            layer.crop(length - held)
+            continue
+        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+def unwrapped(model: Any) -> Any:
+    """The module behind `torch.compile`'s wrapper; any other model as it is."""
+    return getattr(model, "_orig_mod", model)
+
+
+@torch.no_grad()
+def forward(
+    model: Any,
+    input_ids: Tensor,
+    cache: Any,
+    *,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    logits_to_keep: int | None = None,
+    base: bool = False,
+) -> Tensor:
+    """Run a model on new tokens on top of a cache, which grows by them.
+
+    Args:
+        model: a causal language model.
+        input_ids: (B, T_new), the tokens that the cache does not hold.
+        cache: a transformers cache; changed in place.
+        position_ids: (B, T_new). Needed by left-padded batches, where it is derived from the mask when it is not given,
+            because `forward` of transformers does not.
+        attention_mask: (B, T_cache + T_new), ones for real tokens; None for all ones.
+        logits_to_keep: logits of this many last tokens only; None for all.
+        base: leave out the language-model head.
+
+    Returns:
+        (B, T_new or `logits_to_keep`, vocabulary) logits, or with `base` the (B, T_new, hidden) last hidden state.
+
+    Raises:
+        MismatchError: the mask or the positions do not fit; transformers would give wrong numbers without an error.
+    """
+    batch, n_new = input_ids.shape
+    total = cache_length(cache) + n_new
+    arguments: dict[str, Any] = {}
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != (batch, total):
+            raise MismatchError(
+                f"attention_mask: found shape {tuple(attention_mask.shape)}, needed ({batch}, {total}): cached and new tokens together"
+            )
+        if position_ids is None and bool((attention_mask == 0).any()):
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -n_new:]
+        arguments["attention_mask"] = attention_mask
+    if position_ids is not None:
+        if tuple(position_ids.shape) not in {(batch, n_new), (1, n_new)}:
+            raise MismatchError(f"position_ids: found shape {tuple(position_ids.shape)}, needed ({batch}, {n_new}) as input_ids")
+        arguments["position_ids"] = position_ids
+    arguments[cache_argument(model)] = cache
+    if base:
+        return _base(model)(input_ids=input_ids, use_cache=True, **arguments)[0]  # type: ignore[no-any-return]
+    if logits_to_keep is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        arguments["logits_to_keep"] = logits_to_keep
+    logits: Tensor = model(input_ids=input_ids, use_cache=True, **arguments).logits
+    return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
+
+
+def _base(model: Any) -> Any:
+    base = getattr(model, "base_model", model)
+    if "logits_to_keep" in inspect.signature(base.forward).parameters:
+        raise UnsupportedModelError(f"{model.config.model_type}: found no base model without a language-model head")
+    return base
+
+
+def generate(model: Any, input_ids: Tensor, cache: Any, **kwargs: Any) -> Any:
+    """`model.generate` on top of a cache that holds the first tokens of `input_ids`.
+
+    Args:
+        model: a causal language model.
+        input_ids: (B, S) the whole prompt, cached tokens included.
+        cache: a cache of at most S - 1 tokens; changed in place.
+        **kwargs: for `generate`; `attention_mask` is (B, S), all ones when it is not given.
+
+    Returns:
+        What `generate` returns: the prompt and the new tokens.
+
+    Raises:
+        MismatchError: the cache holds the whole prompt or more (`generate` would feed the prompt again, without an error),
+            or the mask is not as long as the prompt.
+    """
+    held, length = cache_length(cache), input_ids.shape[1]
+    if held >= length:
+        raise MismatchError(
+            f"cache: found {held} tokens for a prompt of {length}, needed at least one prompt token outside the cache: "
+            f"crop it to {length - 1}"
+        )
+    mask = kwargs.pop("attention_mask", None)
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    if mask.shape != input_ids.shape:
+        raise MismatchError(f"attention_mask: found shape {tuple(mask.shape)}, needed {tuple(input_ids.shape)}: the whole prompt")
+    return model.generate(input_ids, attention_mask=mask, **{cache_argument(model): cache}, **kwargs)

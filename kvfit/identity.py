@@ -1,0 +1,202 @@
+"""Which model this is: the `ModelSpec` of a loaded model, its fingerprints, and the check of a model against a spec."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit import cache as caches
+from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.probe import probe, rotary_tables, text_config
+from kvfit.spec import ModelSpec
+
+_SAMPLES = 64
+_DECIMALS = 9  # significant digits of a configured number; more than any file carries, fewer than a float32 invents
+
+
+def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None) -> ModelSpec:
+    """The spec of a loaded model, with its rotary embedding proved on two short passes.
+
+    Args:
+        model: a causal language model of transformers, neither compiled nor wrapped.
+        tokenizer: its tokenizer.
+        ref: what to call it: ``org/name``, ``demo:source`` or the name of a folder.
+        revision: commit hash, None for what has none.
+
+    Raises:
+        UnsupportedModelError: what cannot be described or proved; names family, layer and reason.
+    """
+    seen = probe(model)
+    config = text_config(model)
+    return ModelSpec(
+        ref=ref,
+        revision=revision,
+        family=str(model.config.model_type),
+        n_layers=seen.n_layers,
+        n_heads=seen.n_heads,
+        head_dim=seen.head_dim,
+        n_query_heads=int(config.num_attention_heads),
+        windows=caches.layer_windows(model, seen.n_layers),
+        rope=seen.rope,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        config_digest=config_digest(model.config),
+        weight_fingerprint=weight_fingerprint(model),
+        dtype=seen.dtype,
+        quantisation=quantisation(model.config),
+    )
+
+
+def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
+    """Refuse a model that is not the one a spec describes. Takes milliseconds; nothing is run.
+
+    Cheap and telling fields come first: family, geometry, rotary tables, configuration, quantisation, weights, tokenizer.
+
+    Args:
+        spec: what was recorded when the map was fitted.
+        model: the loaded model; `torch.compile`'s wrapper is seen through.
+        tokenizer: checked too where given.
+
+    Raises:
+        MismatchError: names the field.
+    """
+    model = caches.unwrapped(model)
+    config = text_config(model)
+    _compare(spec, "family", spec.family, str(model.config.model_type))
+    _compare(spec, "n_layers", spec.n_layers, int(config.num_hidden_layers))
+    _compare(spec, "n_query_heads", spec.n_query_heads, int(config.num_attention_heads))
+    heads, head_dim = _configured_heads(config)
+    _compare(spec, "n_heads", spec.n_heads, spec.n_heads if heads is None else heads)
+    _compare(spec, "head_dim", spec.head_dim, spec.head_dim if head_dim is None else head_dim)
+    _compare(spec, "windows", spec.windows, caches.layer_windows(model, spec.n_layers))
+    tables = rotary_tables(model)
+    for index, table in enumerate(spec.rope.tables):
+        if (table.inverse_frequencies, table.attention_scaling) not in tables:
+            raise MismatchError(
+                f"field rope.tables[{index}]: found a model with other inverse frequencies or attention scaling, needed those "
+                f"of {spec.ref}: load the model with the configuration and the dtype handling it was fitted with"
+            )
+    _compare(spec, "config_digest", spec.config_digest, config_digest(model.config))
+    _compare(spec, "quantisation", spec.quantisation, quantisation(model.config))
+    _compare(spec, "weight_fingerprint", spec.weight_fingerprint, weight_fingerprint(model))
+    if tokenizer is not None:
+        _compare(spec, "tokenizer_fingerprint", spec.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer))
+
+
+def _compare(spec: ModelSpec, field: str, needed: object, found: object) -> None:
+    if needed != found:
+        raise MismatchError(f"field {field}: found {found}, needed {needed} as {spec.ref} had when the map was fitted")
+
+
+def _configured_heads(config: Any) -> tuple[int | None, int | None]:
+    heads = getattr(config, "num_key_value_heads", None)
+    head_dim = getattr(config, "head_dim", None)
+    return (heads if isinstance(heads, int) else None), (head_dim if isinstance(head_dim, int) else None)
+
+
+def quantisation(config: Any) -> str | None:
+    """Name of the quantisation method of a model, None for none."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "unknown")
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Digest (SHA-256) of the token-to-id map. Padding of the embedding matrix beyond the tokenizer does not enter."""
+    tokens = sorted((int(number), str(token)) for token, number in tokenizer.get_vocab().items())
+    return _digest(tokens)
+
+
+def weight_fingerprint(model: Any) -> str:
+    """Digest (SHA-256) of fixed, evenly spread slices of the decoder's weights, each rounded to bfloat16.
+
+    64 numbers of every parameter of every decoder layer (key and value projections, fused ones included, queries, norms,
+    MLPs; experts are left out, as their layout differs between versions) and of the input embedding. Rounding first makes a
+    bfloat16 and a float32 load of one checkpoint agree; a float16 load of a bfloat16 checkpoint loses bits and does not.
+
+    Raises:
+        UnsupportedModelError: the weights are not in memory (meta device, offloaded to disk).
+    """
+    model = caches.unwrapped(model)
+    parts: list[Tensor] = []
+    for name, tensor in _weights(model):
+        if tensor.is_meta:
+            raise UnsupportedModelError(f"{model.config.model_type}: {name} is not in memory, needed loaded weights to identify them")
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+        parts.append(sample.to(torch.bfloat16).view(torch.int16) if tensor.is_floating_point() else sample.to(torch.int16))
+    digest = hashlib.sha256()
+    # One copy per device instead of one per weight.
+    by_device: dict[torch.device, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_device.setdefault(part.device, []).append(index)
+    samples: list[Tensor] = list(parts)
+    for indices in by_device.values():
+        moved = torch.cat([parts[index] for index in indices]).cpu().split([parts[index].numel() for index in indices])
+        for index, part in zip(indices, moved, strict=True):
+            samples[index] = part
+    for part in samples:
+        digest.update(part.numpy().astype("<i2").tobytes())
+    return digest.hexdigest()
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Embedding and decoder layers' tensors, in an order that does not depend on the prefix of their names."""
+    yield "input embedding", model.get_input_embeddings().weight
+    layers: dict[int, list[tuple[str, Tensor]]] = {}
+    tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if "inv_freq" not in item[0])]
+    for name, tensor in tensors:
+        found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$", name)
+        tower = re.search(r"vision|visual|audio|encoder", name)
+        if found and not tower and "expert" not in name and tensor.numel():
+            layers.setdefault(int(found[1]), []).append((found[2], tensor))
+    if not layers:
+        raise UnsupportedModelError(f"{model.config.model_type}: found no decoder layers by name, needed their weights to identify them")
+    for layer_index in sorted(layers):
+        yield from sorted(layers[layer_index], key=lambda item: item[0])
+
+
+# What the values of a configuration mean for the arithmetic, by the words in their names. The rest (token ids, dropout,
+# initialisation, longest position, file versions) leaves keys and values alone, and differs between versions of transformers.
+_MATTERS = re.compile(
+    r"hidden|intermediate|num_.*(layers|heads|groups|experts)|head_dim|eps|act|bias|scal|multiplier|softcap|window|layer_types"
+    r"|experts|top_k|clip|lora_rank|parallel|residual|no_rope|qk_norm|rope_layers|query_pre_attn"
+)
+_NOISE = re.compile(r"dropout|initializer|output_|aux|rope_scaling|rope_theta|max_window_layers|use_cache|pad|transformers|fused")
+
+
+def config_digest(config: Any) -> str:
+    """Digest (SHA-256) of the configuration values that change what the model computes.
+
+    Not in it: names, versions, dtype, token ids, dropout, the padded size of the vocabulary, and the rotary parameters, whose
+    result (`ModelSpec.rope`) is recorded itself. Values that are None or False are left out, so that a version of
+    transformers that adds an option which is off does not change the digest.
+    """
+    values = config.get_text_config(decoder=True).to_dict()
+    kept: dict[str, Any] = {"model_type": values.get("model_type")}
+    for name, value in values.items():
+        if _MATTERS.search(name) and not _NOISE.search(name) and value is not None and value is not False:
+            kept[name] = _plain(value)
+    return _digest(kept)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.{_DECIMALS}g}" if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None and item is not False}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, bool)) or value is None else str(value)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

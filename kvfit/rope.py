@@ -1,0 +1,139 @@
+"""Rotating keys and taking the rotation back, from a `RopeTable` alone: no model, no transformers.
+
+A rotary embedding turns feature pairs (planes) of a key by an angle that grows with the token's position. With a_i the
+angle of plane i and s the table's attention scaling, a pair (x, y) becomes
+
+    x' = s (x cos a_i - y sin a_i)        y' = s (y cos a_i + x sin a_i)
+
+so the inverse turns by -a_i and divides by s. Only the leading `rotated_width` features take part; the others are passed
+on bit for bit. Which features make a pair is the table's `pairing`.
+
+Source: Su et al. 2021, "RoFormer"; the scaling is YaRN's (Peng et al. 2023).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError
+from kvfit.spec import RopeTable
+
+if TYPE_CHECKING:
+    from kvfit.spec import RopeSpec
+
+
+def angles(table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every plane's angle, not scaled by the table's attention scaling.
+
+    The angle is the float32 product ``position * inverse_frequency``, as models compute it; a wider product would differ
+    from theirs by up to 1e-4 radians at position 1,000.
+
+    Args:
+        table: the rotary table.
+        positions: (T,) or (B, T) token positions, whole numbers.
+
+    Returns:
+        Cosines and sines, float32, (T, R/2) or (B, T, R/2), on the device of `positions`.
+
+    Raises:
+        MismatchError: `positions` has another number of dimensions.
+    """
+    if positions.dim() not in (1, 2):
+        raise MismatchError(f"positions: found shape {tuple(positions.shape)}, needed (T,) or (B, T)")
+    frequencies = torch.tensor(table.inverse_frequencies, dtype=torch.float32, device=positions.device)
+    turned = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    return turned.cos(), turned.sin()
+
+
+def rotate(
+    keys: Tensor, table: RopeTable | None, cos_sin: tuple[Tensor, Tensor], *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Keys as the model caches them, from keys as its projections make them.
+
+    Args:
+        keys: (B, H, T, D) un-rotated keys.
+        table: the layer's table; None for a layer that does not rotate, whose keys come back as they are.
+        cos_sin: what `angles` gave for these T tokens.
+        dtype: of the result; None keeps that of `keys`. The arithmetic is in float32 either way (float64 for float64 keys).
+
+    Returns:
+        (B, H, T, D) rotated keys.
+
+    Raises:
+        MismatchError: `cos_sin` or the head size does not fit the keys.
+    """
+    return _turn(keys, table, cos_sin, dtype, inverse=False)
+
+
+def unrotate(
+    keys: Tensor, table: RopeTable | None, cos_sin: tuple[Tensor, Tensor], *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Keys as the model's projections made them, from keys as it caches them: the inverse of `rotate`.
+
+    Args:
+        keys: (B, H, T, D) rotated keys.
+        table: the layer's table; None for a layer that does not rotate, whose keys come back as they are.
+        cos_sin: what `angles` gave for these T tokens.
+        dtype: of the result; None keeps that of `keys`. ``torch.float32`` saves bfloat16 keys a second rounding.
+
+    Returns:
+        (B, H, T, D) un-rotated keys.
+
+    Raises:
+        MismatchError: `cos_sin` or the head size does not fit the keys.
+    """
+    return _turn(keys, table, cos_sin, dtype, inverse=True)
+
+
+def _turn(
+    keys: Tensor, table: RopeTable | None, cos_sin: tuple[Tensor, Tensor], dtype: torch.dtype | None, *, inverse: bool
+) -> Tensor:
+    dtype = keys.dtype if dtype is None else dtype
+    if table is None:
+        return keys.to(dtype)
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    cos, sin = (_fitted(part, keys, table, wide) for part in cos_sin)
+    if inverse:
+        cos, sin = cos / table.attention_scaling, -sin / table.attention_scaling
+    elif table.attention_scaling != 1.0:
+        cos, sin = cos * table.attention_scaling, sin * table.attention_scaling
+    width = table.rotated_width
+    first, second = _planes(table, width)
+    out = keys.to(dtype, copy=True)  # the features beyond the width pass through
+    x, y = keys[..., first].to(wide), keys[..., second].to(wide)  # (B, H, T, R/2)
+    out[..., first] = (x * cos - y * sin).to(dtype)
+    out[..., second] = (y * cos + x * sin).to(dtype)
+    return out
+
+
+def _planes(table: RopeTable, width: int) -> tuple[slice, slice]:
+    """Where the first and the second feature of every plane are."""
+    if table.pairing == "half":
+        return slice(0, width // 2), slice(width // 2, width)
+    return slice(0, width, 2), slice(1, width, 2)
+
+
+def _fitted(part: Tensor, keys: Tensor, table: RopeTable, dtype: torch.dtype) -> Tensor:
+    """Cosines or sines as (1, 1, T, R/2) or (B, 1, T, R/2); a plain broadcast would let one position serve all tokens."""
+    if keys.dim() != 4 or keys.shape[3] < table.rotated_width:
+        raise MismatchError(
+            f"keys: found shape {tuple(keys.shape)}, needed (B, H, T, D) with D at least the rotated width {table.rotated_width}"
+        )
+    batch, _, n_tokens, _ = keys.shape
+    half = table.rotated_width // 2
+    if tuple(part.shape) not in {(n_tokens, half), (batch, n_tokens, half), (1, n_tokens, half)}:
+        raise MismatchError(
+            f"cos_sin: found shape {tuple(part.shape)}, needed ({n_tokens}, {half}) or ({batch}, {n_tokens}, {half}) as the keys have"
+        )
+    part = part.to(device=keys.device, dtype=dtype)
+    return part[None, None] if part.dim() == 2 else part[:, None]
+
+
+def rope_spec(model: Any) -> RopeSpec:
+    """The rotary tables of a loaded model and which layer uses which: see `kvfit.probe.probe`, whose `rope` this is."""
+    from kvfit.probe import probe
+
+    return probe(model).rope
