@@ -57,7 +57,9 @@ def read_cache(cache: Any) -> list[Pair]:
     first = pairs[0][0]
     for index, (keys, values) in enumerate(pairs):
         if keys.dim() != 4 or values.dim() != 4:
-            raise MismatchError(f"cache layer {index}: found shapes {tuple(keys.shape)}, {tuple(values.shape)}, needed (B, H, T, D)")
+            raise MismatchError(
+                f"cache layer {index}: found shapes {tuple(keys.shape)}, {tuple(values.shape)}, needed (B, H, T, D)"
+            )
         for kind, tensor in (("keys", keys), ("values", values)):
             if (tensor.shape[0], tensor.shape[2]) != (first.shape[0], first.shape[2]):
                 raise MismatchError(
@@ -78,12 +80,16 @@ def _layer_pair(layer: Any, index: int) -> Pair:
     name = type(layer).__name__
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if "Quantized" in name:
-        raise MismatchError(f"cache layer {index}: found {name}, needed keys and values that are not quantised: use a DynamicCache")
+        raise MismatchError(
+            f"cache layer {index}: found {name}, needed keys and values that are not quantised: use a DynamicCache"
+        )
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
         what = "nothing stored" if getattr(layer, "is_initialized", None) is False else "no keys and values of its own"
         raise MismatchError(f"cache layer {index}: found {name} with {what}, needed keys and values of every token")
     if keys.dim() < 3:  # dynamic layers start from an empty vector
-        raise MismatchError(f"cache layer {index}: found no tokens, needed a prefilled cache: run the model on the prompt first")
+        raise MismatchError(
+            f"cache layer {index}: found no tokens, needed a prefilled cache: run the model on the prompt first"
+        )
     seen, stored = int(layer.get_seq_length()), keys.shape[-2]
     if seen > stored:
         raise MismatchError(
@@ -157,7 +163,8 @@ def crop(cache: Any, length: int) -> None:
     for index, layer in enumerate(cache.layers):
         if int(layer.get_seq_length()) > layer.keys.shape[-2]:
             raise MismatchError(
-                f"cache layer {index}: found a sliding window that has dropped tokens, needed all to crop: start from a new cache"
+                f"cache layer {index}: found a sliding window that has dropped tokens, needed all of them to crop: "
+                "start from a new cache"
             )
     if all(hasattr(layer, "cumulative_length") is False for layer in cache.layers):
         cache.crop(length - held)
@@ -211,14 +218,17 @@ def forward(
     if attention_mask is not None:
         if tuple(attention_mask.shape) != (batch, total):
             raise MismatchError(
-                f"attention_mask: found shape {tuple(attention_mask.shape)}, needed ({batch}, {total}): cached and new tokens together"
+                f"attention_mask: found shape {tuple(attention_mask.shape)}, needed ({batch}, {total}): "
+                "cached and new tokens together"
             )
         if position_ids is None and bool((attention_mask == 0).any()):
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -n_new:]
         arguments["attention_mask"] = attention_mask
     if position_ids is not None:
         if tuple(position_ids.shape) not in {(batch, n_new), (1, n_new)}:
-            raise MismatchError(f"position_ids: found shape {tuple(position_ids.shape)}, needed ({batch}, {n_new}) as input_ids")
+            raise MismatchError(
+                f"position_ids: found shape {tuple(position_ids.shape)}, needed ({batch}, {n_new}) as input_ids"
+            )
         arguments["position_ids"] = position_ids
     arguments[cache_argument(model)] = cache
     if base:
@@ -262,5 +272,7 @@ def generate(model: Any, input_ids: Tensor, cache: Any, **kwargs: Any) -> Any:
     if mask is None:
         mask = torch.ones_like(input_ids)
     if mask.shape != input_ids.shape:
-        raise MismatchError(f"attention_mask: found shape {tuple(mask.shape)}, needed {tuple(input_ids.shape)}: the whole prompt")
+        raise MismatchError(
+            f"attention_mask: found shape {tuple(mask.shape)}, needed {tuple(input_ids.shape)}: the whole prompt"
+        )
     return model.generate(input_ids, attention_mask=mask, **{cache_argument(model): cache}, **kwargs)

@@ -129,7 +129,9 @@ def weight_fingerprint(model: Any) -> str:
     parts: list[Tensor] = []
     for name, tensor in _weights(model):
         if tensor.is_meta:
-            raise UnsupportedModelError(f"{model.config.model_type}: {name} is not in memory, needed loaded weights to identify them")
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: {name} is not in memory, needed loaded weights to identify them"
+            )
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
         parts.append(sample.to(torch.bfloat16).view(torch.int16) if tensor.is_floating_point() else sample.to(torch.int16))
@@ -140,7 +142,7 @@ def weight_fingerprint(model: Any) -> str:
         by_device.setdefault(part.device, []).append(index)
     samples: list[Tensor] = list(parts)
     for indices in by_device.values():
-        moved = torch.cat([parts[index] for index in indices]).cpu().split([parts[index].numel() for index in indices])
+        moved = torch.split(torch.cat([parts[i] for i in indices]).cpu(), [parts[i].numel() for i in indices])
         for index, part in zip(indices, moved, strict=True):
             samples[index] = part
     for part in samples:
@@ -159,7 +161,9 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         if found and not tower and "expert" not in name and tensor.numel():
             layers.setdefault(int(found[1]), []).append((found[2], tensor))
     if not layers:
-        raise UnsupportedModelError(f"{model.config.model_type}: found no decoder layers by name, needed their weights to identify them")
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: found no decoder layers by name, needed their weights to identify them"
+        )
     for layer_index in sorted(layers):
         yield from sorted(layers[layer_index], key=lambda item: item[0])
 
@@ -170,7 +174,9 @@ _MATTERS = re.compile(
     r"hidden|intermediate|num_.*(layers|heads|groups|experts)|head_dim|eps|act|bias|scal|multiplier|softcap|window|layer_types"
     r"|experts|top_k|clip|lora_rank|parallel|residual|no_rope|qk_norm|rope_layers|query_pre_attn"
 )
-_NOISE = re.compile(r"dropout|initializer|output_|aux|rope_scaling|rope_theta|max_window_layers|use_cache|pad|transformers|fused")
+_NOISE = re.compile(
+    r"dropout|initializer|output_|aux|rope_scaling|rope_theta|max_window_layers|use_cache|pad|transformers|fused"
+)
 
 
 def config_digest(config: Any) -> str:

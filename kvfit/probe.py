@@ -100,7 +100,9 @@ def plane_error(found: Tensor, wanted: Tensor, table: RopeTable) -> float:
 
     def planes(keys: Tensor) -> Tensor:  # (B, H, T, R/2, 2)
         turned = keys[..., :width].double()
-        return turned.unflatten(-1, (2, -1)).transpose(-1, -2) if table.pairing == "half" else turned.unflatten(-1, (-1, 2))
+        if table.pairing == "half":
+            return torch.stack((turned[..., : width // 2], turned[..., width // 2 :]), -1)
+        return torch.stack((turned[..., 0::2], turned[..., 1::2]), -1)
 
     difference, length = planes(found) - planes(wanted), planes(wanted).norm(dim=-1, keepdim=True)
     return float((difference.abs() / length.clamp(min=1e-30)).max())

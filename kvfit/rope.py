@@ -120,13 +120,14 @@ def _fitted(part: Tensor, keys: Tensor, table: RopeTable, dtype: torch.dtype) ->
     """Cosines or sines as (1, 1, T, R/2) or (B, 1, T, R/2); a plain broadcast would let one position serve all tokens."""
     if keys.dim() != 4 or keys.shape[3] < table.rotated_width:
         raise MismatchError(
-            f"keys: found shape {tuple(keys.shape)}, needed (B, H, T, D) with D at least the rotated width {table.rotated_width}"
+            f"keys: found shape {tuple(keys.shape)}, needed (B, H, T, D) with D at least {table.rotated_width}, the rotated width"
         )
     batch, _, n_tokens, _ = keys.shape
     half = table.rotated_width // 2
     if tuple(part.shape) not in {(n_tokens, half), (batch, n_tokens, half), (1, n_tokens, half)}:
         raise MismatchError(
-            f"cos_sin: found shape {tuple(part.shape)}, needed ({n_tokens}, {half}) or ({batch}, {n_tokens}, {half}) as the keys have"
+            f"cos_sin: found shape {tuple(part.shape)}, needed ({n_tokens}, {half}) "
+            f"or ({batch}, {n_tokens}, {half}) as the keys have"
         )
     part = part.to(device=keys.device, dtype=dtype)
     return part[None, None] if part.dim() == 2 else part[:, None]

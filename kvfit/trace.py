@@ -98,9 +98,7 @@ def _holds(output: Tensor, keys: Tensor) -> bool:
 
 
 @torch.no_grad()
-def trace(
-    model: Any, input_ids: Tensor, on_layer: Callable[[LayerTrace], None], *, position_ids: Tensor | None = None
-) -> None:
+def trace(model: Any, input_ids: Tensor, on_layer: Callable[[LayerTrace], None], *, position_ids: Tensor | None = None) -> None:
     """Run a model on a batch from an empty cache and report each layer as it caches its keys and values.
 
     While it runs, the rotary functions of the model's modules are replaced by recording ones; other threads that trace wait.
