@@ -1,0 +1,248 @@
+"""Which arrays a store has, which blocks they hold, and how they are cut into chunks.
+
+The only place that knows names, shapes and chunks; see docs/reference/store-format.md. Pure, but for `create_arrays`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from kvfit.spec import KINDS, Inputs, Kind, ModelSpec
+
+Block = tuple[Kind, int]
+Split = Literal["fit", "holdout", "all"]
+Part = Literal["fit", "holdout"]
+Generation = Literal["a", "b"]
+StatsDtype = Literal["float32", "float64"]
+
+SPLITS: tuple[Part, Part] = ("fit", "holdout")
+GENERATIONS: tuple[Generation, Generation] = ("a", "b")
+ITEM_BYTES = {"float32": 4, "float64": 8}
+SMALLEST_CHUNK = 4_000_000  # bytes
+LARGEST_CHUNK = 64_000_000
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk file of an array of blocks.
+
+    Attributes:
+        key: name of the file in the array's folder.
+        first, last: the pairs it holds, ``first <= p < last``.
+        top, bottom: the rows of each, ``top <= r < bottom``.
+    """
+
+    key: str
+    first: int
+    last: int
+    top: int
+    bottom: int
+
+
+@dataclass(frozen=True)
+class BlockArray:
+    """An array of matrices, one per pair of blocks.
+
+    Attributes:
+        role: ``source`` for pairs of source blocks, ``cross`` for a source and a target block.
+        kinds: of the left and of the right block.
+        n_left, n_right: layers on either side.
+        rows, columns: of each matrix.
+        dtype: of the stored numbers.
+    """
+
+    role: Literal["source", "cross"]
+    kinds: tuple[Kind, Kind]
+    n_left: int
+    n_right: int
+    rows: int
+    columns: int
+    dtype: StatsDtype
+
+    @property
+    def name(self) -> str:
+        """Path under the generation's folder."""
+        return f"{self.role}/{self.kinds[0]}-{self.kinds[1]}"
+
+    @property
+    def triangular(self) -> bool:
+        """Whether only pairs i <= j are stored."""
+        return self.role == "source" and self.kinds[0] == self.kinds[1]
+
+    @property
+    def n_pairs(self) -> int:
+        """Matrices in the array."""
+        return self.n_left * (self.n_left + 1) // 2 if self.triangular else self.n_left * self.n_right
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(left layer, right layer) of each matrix, left slowest."""
+        return tuple((i, j) for i in range(self.n_left) for j in range(i if self.triangular else 0, self.n_right))
+
+    def pair_index(self, left: int, right: int) -> int:
+        """Place of the matrix of a pair of layers; left <= right where the array is triangular."""
+        return left * self.n_right + right - (left * (left + 1) // 2 if self.triangular else 0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(pairs, rows, columns)."""
+        return (self.n_pairs, self.rows, self.columns)
+
+    @cached_property
+    def chunk_shape(self) -> tuple[int, int, int]:
+        """The fewest matrices that reach 4 MB, or a band of rows of one matrix above 64 MB."""
+        matrix = self.rows * self.columns * ITEM_BYTES[self.dtype]
+        if matrix > LARGEST_CHUNK:
+            bands = math.ceil(matrix / LARGEST_CHUNK)
+            return (1, math.ceil(self.rows / bands), self.columns)
+        return (min(self.n_pairs, math.ceil(SMALLEST_CHUNK / matrix)), self.rows, self.columns)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Length of every chunk file."""
+        return math.prod(self.chunk_shape) * ITEM_BYTES[self.dtype]
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All chunks, in C order of the grid."""
+        deep, high, _ = self.chunk_shape
+        return tuple(
+            Chunk(f"c.{p // deep}.{r // high}.0", p, min(p + deep, self.n_pairs), r, min(r + high, self.rows))
+            for p in range(0, self.n_pairs, deep)
+            for r in range(0, self.rows, high)
+        )
+
+    def chunk_numbers(self, pair: int) -> range:
+        """Which chunks hold the matrix of one pair."""
+        bands = math.ceil(self.rows / self.chunk_shape[1])
+        first = (pair // self.chunk_shape[0]) * bands
+        return range(first, first + bands)
+
+
+@dataclass(frozen=True)
+class VectorArray:
+    """A small array of one chunk: sums, squares and shifts, (2, layers, features)."""
+
+    name: str
+    shape: tuple[int, int, int]
+    dtype: StatsDtype
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Length of the chunk file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def chunk_shape(self) -> tuple[int, int, int]:
+        """The whole array."""
+        return self.shape
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The one chunk."""
+        return (Chunk("c.0.0.0", 0, self.shape[0], 0, self.shape[1]),)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of one store.
+
+    Attributes:
+        source, target: the two models.
+        inputs: ``same`` or ``both``; see `kvfit.spec.MapperSpec`.
+        stats_dtype: of the matrices.
+    """
+
+    source: ModelSpec
+    target: ModelSpec
+    inputs: Inputs
+    stats_dtype: StatsDtype
+
+    @cached_property
+    def blocks(self) -> tuple[BlockArray, ...]:
+        """The arrays of matrices that each split has."""
+        n, m, f, g = self.source.n_layers, self.target.n_layers, self.source.width, self.target.width
+        both = self.inputs == "both"
+        pairs = [(a, b) for a in KINDS for b in KINDS if a == b or both]
+        source = [BlockArray("source", p, n, n, f, f, self.stats_dtype) for p in pairs if p != ("values", "keys")]
+        cross = [BlockArray("cross", p, n, m, f, g, self.stats_dtype) for p in pairs]
+        return tuple(source + cross)
+
+    @cached_property
+    def sums(self) -> tuple[VectorArray, ...]:
+        """The small arrays that each split has."""
+        source, target = self._vectors
+        return (
+            VectorArray("source_sum", source, "float64"),
+            VectorArray("target_sum", target, "float64"),
+            VectorArray("target_square", target, "float64"),
+        )
+
+    @cached_property
+    def shifts(self) -> tuple[VectorArray, ...]:
+        """The two arrays of shifts, shared by the splits."""
+        source, target = self._vectors
+        return (VectorArray("shift/source", source, "float32"), VectorArray("shift/target", target, "float32"))
+
+    @property
+    def _vectors(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        return (2, self.source.n_layers, self.source.width), (2, self.target.n_layers, self.target.width)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Features of all source layers and of all target layers of one kind."""
+        return self.source.n_layers * self.source.width, self.target.n_layers * self.target.width
+
+    @property
+    def token_bytes(self) -> int:
+        """What one token takes in the buffer: both kinds of all layers of both models, in float32."""
+        return 2 * sum(self.widths) * 4
+
+    @property
+    def split_bytes(self) -> int:
+        """Bytes of one split's chunk files; a store holds two splits, and up to twice that while it is written."""
+        arrays: tuple[BlockArray | VectorArray, ...] = (*self.blocks, *self.sums)
+        return sum(array.chunk_bytes * len(array.chunks) for array in arrays)
+
+    def block(self, role: Literal["source", "cross"], left: Kind, right: Kind) -> BlockArray | None:
+        """The array of a role and two kinds, None where the store has none."""
+        return next((array for array in self.blocks if array.role == role and array.kinds == (left, right)), None)
+
+    def paths(self) -> Iterator[tuple[str, BlockArray | VectorArray]]:
+        """Every array of the store, live or not, by its path."""
+        for shift in self.shifts:
+            yield shift.name, shift
+        for split in SPLITS:
+            for generation in GENERATIONS:
+                for array in (*self.blocks, *self.sums):
+                    yield array_path(split, generation, array), array
+
+
+def array_path(split: Part, generation: Generation, array: BlockArray | VectorArray) -> str:
+    """Path of an array of one split's generation, relative to the store."""
+    return f"{split}/{generation}/{array.name}"
+
+
+def create_arrays(root: Path, layout: Layout) -> None:
+    """Write the Zarr metadata of every array of an empty store. The chunks are files of their own; see `record`."""
+    import zarr
+
+    group = zarr.create_group(str(root), zarr_format=3, attributes={"format": "kvfit-store"})
+    for path, array in layout.paths():
+        group.create_array(
+            path,
+            shape=array.shape,
+            chunks=array.chunk_shape,
+            dtype=array.dtype,
+            compressors=None,
+            filters=None,
+            fill_value=0.0,
+            chunk_key_encoding={"name": "default", "separator": "."},
+            config={"write_empty_chunks": True},
+            dimension_names=("pair", "row", "column") if isinstance(array, BlockArray) else ("kind", "layer", "feature"),
+        )

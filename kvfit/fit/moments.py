@@ -1,0 +1,150 @@
+"""Second moments about a shift: the mathematics of the store, as pure functions.
+
+For rows x (F,) and y (G,) of N tokens and fixed shifts s (F,) and u (G,), with d = x - s and e = y - u,
+
+    m = sum d    k = sum e    P = sum d' e    q = sum e * e
+
+carry everything: the mean of x is ``s + m / N`` and the scatter about the means is ``P - m' k / N``. With a shift near the
+mean nothing large cancels, also where the mean is 1e4 times the spread and float32 sums of ``x' y`` keep no digit.
+
+Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983), equations 1.5 to 2.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Rows per float32 product before it is added up in float64. The rounding of a float32 product grows with its rows: by the
+# square root where the kernel sums in blocks (processors), faster where it runs along all rows (graphics cards).
+ROWS_PER_PRODUCT = {"cpu": 4096, "other": 1024}
+
+
+@contextlib.contextmanager
+def precise_matmul() -> Iterator[None]:
+    """Full float32 matrix products inside, whatever the caller had set; everything as it was afterwards.
+
+    Off inside: TF32 and bfloat16 passes for float32 products on graphics cards and in oneDNN, reduced-precision sums of
+    half-precision products, float16 accumulation, and autocast.
+    """
+    switches: list[tuple[Any, str, Any]] = []
+    cuda = torch.backends.cuda.matmul
+    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
+    legacy = None
+    if hasattr(cuda, "fp32_precision"):
+        # Only the newer of torch's two interfaces: it never refuses to be read, whichever of them the caller used.
+        switches.append((cuda, "fp32_precision", "ieee"))
+        if mkldnn is not None:
+            switches.append((mkldnn, "fp32_precision", "ieee"))
+    else:
+        legacy = (torch.get_float32_matmul_precision(), cuda.allow_tf32)
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation"):
+        if hasattr(cuda, name):
+            switches.append((cuda, name, False))
+    before = [getattr(owner, name) for owner, name, _ in switches]
+    try:
+        if legacy is not None:
+            torch.set_float32_matmul_precision("highest")
+        for owner, name, value in switches:
+            setattr(owner, name, value)
+        with torch.autocast("cpu", enabled=False), _no_cuda_autocast():
+            yield
+    finally:
+        for (owner, name, _), value in zip(switches, before, strict=True):
+            setattr(owner, name, value)
+        if legacy is not None:
+            torch.set_float32_matmul_precision(legacy[0])
+            cuda.allow_tf32 = legacy[1]
+
+
+def _no_cuda_autocast() -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cuda", enabled=False) if torch.cuda.is_available() else contextlib.nullcontext()
+
+
+def shift_of(rows: Tensor) -> Tensor:
+    """The shift that a first batch gives: its mean, as float32. Rows (N, F) of any float dtype; (F,) in their units."""
+    return rows.mean(0, dtype=torch.float64).to(torch.float32)
+
+
+def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total[p] += left' @ right_p`` for P matrices side by side in `right`.
+
+    Float32 products of a few thousand rows at a time, added up in float64.
+
+    Args:
+        total: (P, R, C) float64, changed in place.
+        left: (N, R) float32, shifted activations.
+        right: (N, P * C) float32, shifted activations.
+    """
+    n_pairs, n_rows, n_columns = total.shape
+    step = ROWS_PER_PRODUCT["cpu" if left.device.type == "cpu" else "other"]
+    for start in range(0, left.shape[0], step):
+        product = left[start : start + step].T @ right[start : start + step]  # (R, P * C)
+        total.add_(product.view(n_rows, n_pairs, n_columns).transpose(0, 1))
+
+
+def add_sums(total: Tensor, rows: Tensor) -> None:
+    """``total += sum of rows``. Total (F,) float64, changed in place; rows (N, F) float32."""
+    total.add_(rows.sum(0, dtype=torch.float64))
+
+
+def add_squares(total: Tensor, rows: Tensor) -> None:
+    """``total += sum of rows * rows``. Total (F,) float64, changed in place; rows (N, F) float32, squared in float64."""
+    step = ROWS_PER_PRODUCT["other"]
+    for start in range(0, rows.shape[0], step):
+        total.add_(rows[start : start + step].to(torch.float64).square_().sum(0))
+
+
+def centre(products: Tensor, left_sum: Tensor, right_sum: Tensor, count: int) -> Tensor:
+    """The scatter about the means, ``P - m' k / N``.
+
+    Args:
+        products: P, (F, G) float64, about the shifts.
+        left_sum: m, (F,).
+        right_sum: k, (G,).
+        count: N; the scatter of no token is zero.
+    """
+    return products if count == 0 else products.addr(left_sum, right_sum, alpha=-1.0 / count)
+
+
+def centre_squares(squares: Tensor, sums: Tensor, count: int) -> Tensor:
+    """The sum of squares about the mean of each feature, ``q - k * k / N``, never below 0. All (G,) float64."""
+    return squares if count == 0 else (squares - sums * sums / count).clamp_(min=0.0)
+
+
+def mean(shift: Tensor, sums: Tensor, count: int) -> Tensor:
+    """``s + m / N`` in float64; the shift itself where there is no token."""
+    return shift.to(torch.float64) + sums / max(count, 1)
+
+
+def reshift(
+    products: Tensor, left_sum: Tensor, right_sum: Tensor, count: int, left_delta: Tensor, right_delta: Tensor
+) -> Tensor:
+    """Products about other shifts: with deltas a = old s - new s and b likewise, ``P + m' b + a' k + N a' b``.
+
+    This is the between-shard mean term of merging: two parts whose activations sit at different means add up only about
+    one common shift.
+
+    Args:
+        products: P, (F, G) float64, about the old shifts.
+        left_sum: m about the old shift, (F,).
+        right_sum: k about the old shift, (G,).
+        count: N.
+        left_delta: a, (F,) float64.
+        right_delta: b, (G,) float64.
+    """
+    return products + torch.outer(left_sum + count * left_delta, right_delta) + torch.outer(left_delta, right_sum)
+
+
+def reshift_sums(sums: Tensor, count: int, delta: Tensor) -> Tensor:
+    """Sums about another shift, ``m + N a``."""
+    return sums + count * delta
+
+
+def reshift_squares(squares: Tensor, sums: Tensor, count: int, delta: Tensor) -> Tensor:
+    """Sums of squares about another shift, ``q + 2 a m + N a * a``."""
+    return squares + 2.0 * delta * sums + count * delta * delta
