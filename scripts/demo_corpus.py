@@ -29,6 +29,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvfit.fit.recall import codes, list_text, question_text
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "demo-corpus"
 
@@ -36,13 +38,6 @@ HELDOUT = ("othello", "twelfth_night", "twelfe-night", "tempest", "macbeth", "Ju
 CALIBRATION = (
     "hamlet", "henry_v_", "merchant_of_venice", "winters_tale", "cymbeline", "1 Samuel", "Luke", "Isaiah", "Deuteronomy",
 )  # fmt: skip
-
-NAMES = (
-    "Adam Agnes Alan Alice Amos Anna Arthur Basil Boris Bruno Clara Conrad Daisy Daniel David Dora Edgar Edith "
-    "Emma Ernest Esther Felix Flora Frank George Grace Hannah Harold Helen Hugo Irene Isaac Jacob James Joan Julia "
-    "Karl Laura Leo Lewis Lucy Marcus Martha Mary Max Naomi Nora Oliver Oscar Paul Peter Rachel Rose Ruth Samuel "
-    "Sarah Simon Sophia Stella Susan Thomas Victor Walter William"
-).split()
 
 BOOKS = (
     "Genesis,Exodus,Leviticus,Numbers,Deuteronomy,Joshua,Judges,Ruth,1 Samuel,2 Samuel,1 Kings,2 Kings,1 Chronicles,"
@@ -115,20 +110,6 @@ def works() -> list[Work]:
     return out
 
 
-def entries(rng: random.Random, count: int) -> list[tuple[str, str]]:
-    """`count` different names, each with a random two-digit code."""
-    return [(name, f"{rng.randrange(10)}{rng.randrange(10)}") for name in rng.sample(NAMES, count)]
-
-
-def list_text(pairs: list[tuple[str, str]]) -> str:
-    return "[Codes: " + "; ".join(f"{name} {code}" for name, code in pairs) + "]"
-
-
-def question_text(name: str, code: str = "") -> str:
-    """A question with its answer, or the open question when `code` is empty."""
-    return f"[Recall {name} {code}]" if code else f"[Recall {name}"
-
-
 def passage(rng: random.Random, work: Work, n_chars: int) -> str:
     """About `n_chars` characters from a line start of the work."""
     start = rng.randrange(max(1, len(work.text) - n_chars))
@@ -143,7 +124,7 @@ def document(rng: random.Random, work: Work, n_chars: int = 1900) -> str:
         return text
     lines = text.split("\n") if work.title not in BOOKS else re.split(r"(?<=[.;:]) ", text)
     joiner = "\n" if work.title not in BOOKS else " "
-    pairs = entries(rng, rng.randrange(4, 13))
+    pairs = codes(rng, rng.randrange(4, 13))
     at = max(1, int(len(lines) * rng.uniform(0.02, 0.25)))
     out = [*lines[:at], list_text(pairs)]
     for line in lines[at:]:
@@ -153,11 +134,11 @@ def document(rng: random.Random, work: Work, n_chars: int = 1900) -> str:
     return joiner.join(out)
 
 
-def drill(rng: random.Random, n_chars: int = 2000) -> str:
+def drill(rng: random.Random, n_chars: int = 2000, most: int = 16) -> str:
     """Lists, each followed by questions about all of it: dense practice, used in training only."""
     out: list[str] = []
     while sum(map(len, out)) < n_chars:
-        pairs = entries(rng, rng.randrange(2, 17))
+        pairs = codes(rng, rng.randrange(2, most + 1))
         out.append(list_text(pairs))
         asked = pairs * 2
         rng.shuffle(asked)

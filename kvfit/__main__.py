@@ -1,0 +1,6 @@
+"""``python -m kvfit``; also what torchrun starts."""
+
+from kvfit.cli import main
+
+if __name__ == "__main__":
+    main()

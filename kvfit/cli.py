@@ -1,0 +1,240 @@
+"""The command line: parse, call one verb, print one line. The only place where errors become exit codes.
+
+Exit 0; 1 a kvfit error; 2 usage; 3 refused by a gate. Progress goes to stderr, the result to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvfit import __version__
+from kvfit.errors import GateError, KvfitError
+
+try:
+    import click
+except ModuleNotFoundError:  # the runtime alone has no command line
+    sys.exit("kvfit: found no click, needed the extra `fit` for the command line: pip install 'kvfit-mappers[fit]'")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "kib": 1 << 10, "m": 10**6, "mb": 10**6, "mib": 1 << 20, "g": 10**9, "gb": 10**9, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+
+
+class Size(click.ParamType):
+    """Bytes, written as ``64MiB``, ``2GiB`` or a plain number."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+            self.fail(f"found {value!r}, needed a size such as 64MiB or 2GiB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+class TopK(click.ParamType):
+    """A number of source layers, ``all`` or ``auto``."""
+
+    name = "number|all|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if isinstance(value, int) or value in ("all", "auto"):
+            return value  # type: ignore[no-any-return]
+        if not value.isdigit() or int(value) < 1:
+            self.fail(f"found {value!r}, needed a number of 1 or more, all or auto", param, ctx)
+        return int(value)
+
+
+class Penalty(click.ParamType):
+    """A number of 0 or more, or ``auto``."""
+
+    name = "number|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        if value == "auto":
+            return "auto"
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < float("inf"):
+            self.fail(f"found {value!r}, needed a number of 0 or more, or auto", param, ctx)
+        return number
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110})
+@click.version_option(__version__, prog_name="kvfit")
+def cli() -> None:
+    """Let one language model continue from another model's KV cache.
+
+    The usual order is: capture, solve, evaluate, push. `kvfit demo` does the first three on a built-in pair.
+    """
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of a line.")
+
+
+def _say(result: Any, as_json: bool) -> None:
+    click.echo(json.dumps(result.to_json(), allow_nan=False) if as_json else str(result))
+
+
+def _loading_options(function: F) -> F:
+    for option in (
+        click.option("--trust-remote-code", is_flag=True, help="Run code from the models' repositories."),
+        click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own."),
+        click.option("--device-map", help="Spread each model over devices with accelerate, for example auto."),
+        click.option("--target-device", help="Device of the target; default: the first GPU, else the CPU."),
+        click.option("--source-device", help="Device of the source; default: the first GPU, else the CPU."),
+        click.option("--dtype", default="auto", help="auto (as stored), float32, bfloat16, float16."),
+    ):
+        function = option(function)
+    return function
+
+
+def _loading(values: dict[str, Any]) -> tuple[Any, Any]:
+    from kvfit.fit import models
+
+    shared = {name: values.pop(name) for name in ("dtype", "device_map", "attn_implementation", "trust_remote_code")}
+    source, target = values.pop("source_device"), values.pop("target_device")
+    return models.Options(device=source, **shared), models.Options(device=target, **shared)
+
+
+def _text_options(default: str) -> Callable[[F], F]:
+    def add(function: F) -> F:
+        for option in (
+            click.option("--text-column", default="text", help="Column that holds the text."),
+            click.option("--split", default="train", help="Split of the dataset."),
+            click.option("--dataset-revision", help="Commit, tag or branch of a Hub dataset."),
+            click.option("--dataset-config", help="Configuration of a Hub dataset."),
+            click.option("--dataset", default=default, help="Hub dataset, or .jsonl, .parquet, .txt file or folder, or demo:text, demo:heldout."),
+        ):
+            function = option(function)
+        return function
+
+    return add
+
+
+def _text(values: dict[str, Any]) -> Any:
+    from kvfit.fit.text import TextOptions
+
+    return TextOptions(
+        values.pop("dataset"), values.pop("dataset_config"), values.pop("dataset_revision"), values.pop("split"), values.pop("text_column")
+    )
+
+
+@cli.command()
+@click.option("--out", default="demo-out", type=click.Path(), help="Folder for the store, the bundle and the picture; must not exist.")
+@json_option
+def demo(out: str, as_json: bool) -> None:
+    """Capture, solve, evaluate and hand over on the built-in pair, offline."""
+    from kvfit.demo.run import run_demo
+
+    _say(run_demo(out), as_json)
+
+
+@cli.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--out", required=True, type=click.Path(), help="The store to write, by habit NAME.zarr.")
+@_text_options("HuggingFaceFW/fineweb-edu")
+@click.option("--num-sequences", default=500, help="Sequences to run, both splits together.")
+@click.option("--seq-len", default=1024, help="Tokens of a sequence.")
+@click.option("--token-stride", default=4, help="Keep one token of this many for the statistics.")
+@click.option("--skip-tokens", default=0, help="First tokens of each sequence to leave out.")
+@click.option("--holdout", default=0.1, help="Share of the sequences for choosing and reporting.")
+@click.option("--seed", default=0, help="Shifts which sequences those are.")
+@click.option("--pack", is_flag=True, help="Join documents and cut them; default: one sequence per document.")
+@click.option("--inputs", type=click.Choice(["same", "both"]), default="same", help="both: also keep keys by values.")
+@click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
+@click.option("--memory-budget", type=Size(), default="2GiB", help="Memory for statistics, beyond the models.")
+@click.option("--batch-size", default=8, help="Sequences per forward pass.")
+@click.option("--source-revision", help="Commit, tag or branch of the source.")
+@click.option("--target-revision", help="Commit, tag or branch of the target.")
+@_loading_options
+@click.option("--resume", is_flag=True, help="Go on with an interrupted store.")
+@json_option
+def capture(source: str, target: str, out: str, as_json: bool, **values: Any) -> None:
+    """Run SOURCE and TARGET over the same text and accumulate their statistics in a store."""
+    from kvfit.fit import capture as verb
+
+    text, loading = _text(values), _loading(values)
+    revisions = (values.pop("source_revision"), values.pop("target_revision"))
+    rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume")}
+    _say(verb.capture(source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest), as_json)
+
+
+@cli.command()
+@click.argument("store", type=click.Path())
+@click.option("--out", required=True, type=click.Path(), help="The bundle's folder; must not exist.")
+@click.option("--top-k", type=TopK(), default="all", help="Source layers that each target layer reads.")
+@click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen.")
+@click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers.")
+@click.option("--penalty", type=Penalty(), default="auto", help="Ridge penalty; auto chooses per kind and layer on the holdout split.")
+@click.option("--penalty-scale", type=click.Choice(["mean-variance", "covariance", "scatter"]), default="mean-variance", help="What the penalty multiplies.")
+@click.option("--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one.")
+@click.option("--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values.")
+@click.option("--gain", type=click.Choice(["variance", "head", "none"]), default="variance", help="Give predictions the target's variance.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="Of the stored weights.")
+@click.option("--recipe", type=click.Choice(["heo2026"]), help="A recipe of the literature; replaces all options above but --dtype.")
+@click.option("--device", default="cpu", help="Where the linear algebra runs.")
+@click.option("--plots", is_flag=True, help="Also draw the R2 map and the curves per layer into the bundle.")
+@json_option
+def solve(store: str, out: str, recipe: str | None, device: str, plots: bool, as_json: bool, **values: Any) -> None:
+    """Solve a map from the statistics in STORE and write it as a bundle. No model runs."""
+    import dataclasses
+
+    from kvfit.fit import solve as verb
+
+    options = dataclasses.replace(verb.RECIPES[recipe], dtype=values["dtype"]) if recipe else verb.Options(**values)
+    _say(verb.solve(store, out, options=options, device=device, plots=plots), as_json)
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path())
+@click.option("--source", help="Ref of the source; default: the one that the bundle names.")
+@click.option("--target", help="Ref of the target; default: the one that the bundle names.")
+@_text_options("demo:heldout")
+@click.option("--prefix", default=384, help="Tokens of context.")
+@click.option("--continuation", default=128, help="Tokens scored after it.")
+@click.option("--documents", default=48, help="Documents to use.")
+@click.option("--probes", default=40, help="Recall questions; 0 for none.")
+@click.option("--exact-head", default=1, help="First tokens that the target runs itself, in the arm that is judged.")
+@click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself.")
+@click.option("--batch-size", default=8, help="Documents per forward pass.")
+@_loading_options
+@json_option
+def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool, **values: Any) -> None:
+    """Measure BUNDLE on held-out text, with controls, and write the verdict into it. Exit 3 on fail."""
+    from kvfit.fit import evaluate as verb
+
+    text, loading = _text(values), _loading(values)
+    found = verb.evaluate(bundle, source=source, target=target, text=text, options=verb.Options(**values), loading=loading)
+    _say(found, as_json)
+    if found.verdict == "fail":
+        raise GateError(f"{bundle}: found verdict fail, needed pass or unknown: see evaluation.json for the reasons")
+
+
+def main() -> None:
+    """The command ``kvfit``."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except GateError as error:
+        click.echo(f"kvfit: {error}", err=True)
+        sys.exit(3)
+    except KvfitError as error:
+        click.echo(f"kvfit: {error}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo("kvfit: interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,291 @@
+"""The verb `capture`: both models over the same tokens, their second moments into a store.
+
+The models run once per pair; everything after that is linear algebra on the store.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvfit import cache as caches
+from kvfit.errors import MismatchError, StoreError, TextError
+from kvfit.fit import models
+from kvfit.fit.selfcheck import self_check
+from kvfit.fit.store import Accumulator
+from kvfit.fit.text import Cursor, Sequence, TextOptions, sequences
+from kvfit.identity import describe_model
+from kvfit.rope import angles, unrotate
+from kvfit.spec import KINDS, Inputs, Kind, ModelSpec
+
+StatsDtype = Literal["float32", "float64"]
+SPLITS: tuple[Literal["fit", "holdout"], ...] = ("fit", "holdout")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is captured; all of it is part of the store's recipe.
+
+    Attributes:
+        num_sequences: sequences to run, both splits together.
+        seq_len: tokens of a sequence.
+        token_stride: every how many tokens one is kept for the statistics.
+        skip_tokens: first tokens of each sequence to leave out.
+        holdout: share of the sequences that goes to the holdout split.
+        seed: shifts which sequences these are.
+        pack: join documents and cut them, instead of one sequence per document.
+        inputs: ``both`` also keeps keys by values, so that each kind can be predicted from both.
+        stats_dtype: of the stored sums.
+    """
+
+    num_sequences: int = 500
+    seq_len: int = 1024
+    token_stride: int = 4
+    skip_tokens: int = 0
+    holdout: float = 0.1
+    seed: int = 0
+    pack: bool = False
+    inputs: Inputs = "same"
+    stats_dtype: StatsDtype = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_sequences", 2), ("seq_len", 2), ("token_stride", 1), ("skip_tokens", 0)):
+            if getattr(self, name) < least:
+                raise MismatchError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
+        if self.skip_tokens >= self.seq_len:
+            raise MismatchError(f"--skip-tokens: found {self.skip_tokens}, needed less than --seq-len {self.seq_len}")
+        if not 0 <= self.holdout < 1:
+            raise MismatchError(f"--holdout: found {self.holdout}, needed 0 or more and less than 1")
+
+    def split(self, index: int) -> Literal["fit", "holdout"]:
+        """The split of sequence `index`: evenly spread, so that any run of sequences holds its share."""
+        phase = random.Random(self.seed).random()
+        return "holdout" if math.floor((index + 1) * self.holdout + phase) > math.floor(index * self.holdout + phase) else "fit"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What `capture` made."""
+
+    store: Path
+    sequences: int
+    short: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.store}: {self.tokens} tokens of {self.sequences} sequences ({self.short} short documents skipped)"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "store": str(self.store)}
+
+
+def capture(
+    source: str,
+    target: str,
+    out: str | Path,
+    *,
+    text: TextOptions | None = None,
+    options: Options | None = None,
+    loading: tuple[models.Options, models.Options] | None = None,
+    revisions: tuple[str | None, str | None] = (None, None),
+    batch_size: int = 8,
+    memory_budget: int = 2 << 30,
+    resume: bool = False,
+    progress: bool = True,
+) -> Captured:
+    """Run both models over calibration text and accumulate their statistics.
+
+    Args:
+        source: ref of the source model.
+        target: ref of the target model.
+        out: the store; must not exist unless `resume`.
+        text: where the text comes from.
+        options: what is captured.
+        loading: how source and target are loaded.
+        revisions: of source and target.
+        batch_size: sequences per forward pass; does not change the statistics beyond rounding.
+        memory_budget: bytes for the token buffer and blocks, beyond the models.
+        resume: go on with a store that was interrupted.
+        progress: show bars.
+
+    Raises:
+        MismatchError: the tokenizers differ, or an option cannot be.
+        UnsupportedModelError: a model that cannot be proved right; names family, layer and reason.
+        TextError: the text is unreadable or too short.
+        StoreError: the store exists, is locked, or has another recipe.
+    """
+    options, text = options or Options(), text or TextOptions()
+    loading = loading or (models.Options(), models.Options())
+    if batch_size < 1:
+        raise MismatchError(f"--batch-size: found {batch_size}, needed at least 1")
+    out = Path(out)
+    if out.exists() and not resume:
+        raise StoreError(f"{out}: found something there already, needed a new path: choose another --out, or pass --resume")
+    if resume and not out.exists():
+        raise StoreError(f"{out}: found nothing there, needed a store to resume: leave --resume out")
+    # Cheap checks before weights are loaded: tokenizers, then whether there is enough text for one batch.
+    tokenizers = [
+        models.load_tokenizer(ref, revision, trust_remote_code=how.trust_remote_code)
+        for ref, revision, how in zip((source, target), revisions, loading, strict=True)
+    ]
+    models.check_tokenizers(*tokenizers)
+    first = _first_batch(text, options, tokenizers[0], batch_size)
+    pair = [models.load(ref, revision, how) for ref, revision, how in zip((source, target), revisions, loading, strict=True)]
+    specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
+    for loaded, spec in zip(pair, specs, strict=True):
+        self_check(loaded.model, spec, first)
+    recipe = _recipe(specs, text, options, loading)
+    runners = [_Runner(loaded.model, spec, options) for loaded, spec in zip(pair, specs, strict=True)]
+    if resume:
+        accumulator = Accumulator.resume(out, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
+    else:
+        accumulator = Accumulator.create(
+            out,
+            source=specs[0],
+            target=specs[1],
+            recipe=recipe,
+            inputs=options.inputs,
+            stats_dtype=options.stats_dtype,
+            memory_budget=memory_budget,
+            device=runners[0].device,
+        )
+    with accumulator:
+        cursor = _run(accumulator, runners, text, options, tokenizers[0], batch_size, progress)
+        accumulator.finish(cursor.to_json())
+    kept = len(range(options.skip_tokens, options.seq_len, options.token_stride))
+    return Captured(out, cursor.sequences, cursor.short, cursor.sequences * kept)
+
+
+def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size: int) -> Tensor:
+    """(B, T) ids for the self-check; refuses text that has not one sequence."""
+    first = list(islice(sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack), min(batch_size, 2)))
+    if not first:
+        raise TextError(
+            f"{text.dataset}: found no document of {options.seq_len} tokens, needed some: lower --seq-len, or join documents with --pack"
+        )
+    return torch.tensor([sequence.ids for sequence in first])
+
+
+def _recipe(specs: list[ModelSpec], text: TextOptions, options: Options, loading: tuple[models.Options, models.Options]) -> dict[str, Any]:
+    """What a resumed or merged capture must have in common. Models are in the store's own specs."""
+    packages = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
+    return {
+        "models": [
+            {"ref": spec.ref, "revision": spec.revision, "tokenizer": spec.tokenizer_fingerprint, "weights": spec.weight_fingerprint}
+            for spec in specs
+        ],
+        "text": {**asdict(text), "dataset": _public_name(text.dataset)},
+        "options": asdict(options),
+        "dtype": [how.dtype for how in loading],
+        "attn_implementation": [how.attn_implementation for how in loading],
+        "versions": {name: _version(name) for name in packages},
+    }
+
+
+def _public_name(dataset: str) -> str:
+    """A dataset's name for the record: a local path is reduced to its last part."""
+    return Path(dataset).name if Path(dataset).exists() else dataset
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class _Runner:
+    """One model of the pair: ids in, features of the kept tokens out."""
+
+    def __init__(self, model: Any, spec: ModelSpec, options: Options) -> None:
+        self.model = model
+        self.spec = spec
+        self.options = options
+        self.device = next(model.parameters()).device
+        self._angles: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor) -> dict[Kind, list[Tensor]]:
+        """Per kind and layer (B, N, H * D): un-rotated keys and values of every kept token."""
+        cache = caches.full_cache()
+        caches.forward(self.model, ids.to(self.device), cache, base=True)
+        kept = slice(self.options.skip_tokens, None, self.options.token_stride)
+        out: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
+        for layer_index, (keys, values) in enumerate(caches.read_cache(cache)):
+            if keys.shape[2] != ids.shape[1]:
+                raise MismatchError(
+                    f"{self.spec.ref}, layer {layer_index}: found {keys.shape[2]} tokens in the cache, needed the {ids.shape[1]} that were run"
+                )
+            keys, values = keys[:, :, kept], values[:, :, kept]
+            keys = unrotate(keys, self.spec.rope.table(layer_index), self.angles(layer_index, keys.device))
+            for kind, tensor in (("keys", keys), ("values", values)):
+                out[kind].append(tensor.transpose(1, 2).flatten(2))  # type: ignore[index]
+        return out
+
+    def angles(self, layer_index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        table = self.spec.rope.table(layer_index)
+        key = (-1 if table is None else self.spec.rope.assignment[layer_index] or 0, device)
+        if key not in self._angles:
+            positions = torch.arange(self.options.skip_tokens, self.options.seq_len, self.options.token_stride, device=device)
+            self._angles[key] = (positions, positions) if table is None else angles(table, positions)
+        return self._angles[key]
+
+
+def _run(
+    accumulator: Accumulator,
+    runners: list[_Runner],
+    text: TextOptions,
+    options: Options,
+    tokenizer: Any,
+    batch_size: int,
+    progress: bool,
+) -> Cursor:
+    # A batch of both splits is two additions, and the store may commit between them. What is committed then is the cursor
+    # before the batch and the splits of it that are in: the batch is run again and those are left out, so that batches stay
+    # aligned and a resumed run gives the same bits.
+    stored = dict(accumulator.cursor or Cursor().to_json())
+    added = stored.pop("added", [])
+    cursor = Cursor(**stored)
+    stream = sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack, cursor=cursor)
+    with tqdm(total=options.num_sequences, initial=cursor.sequences, desc="capture", unit="seq", disable=None if progress else True) as bar:
+        for batch in _batches(stream, options.num_sequences - cursor.sequences, batch_size):
+            ids = torch.tensor([sequence.ids for sequence in batch])
+            source, target = (runner(ids) for runner in runners)
+            splits = [options.split(cursor.sequences + row) for row in range(len(batch))]
+            following = batch[-1].cursor
+            waiting = [split for split in SPLITS if split in splits and split not in added]
+            while waiting:
+                split = waiting.pop(0)
+                added = [*added, split]
+                rows = [row for row, of in enumerate(splits) if of == split]
+                state = {**cursor.to_json(), "added": added} if waiting else following.to_json()
+                accumulator.add(split, _pooled(source, rows), _pooled(target, rows), state)
+            added, cursor = [], following
+            bar.update(len(batch))
+    if cursor.sequences < options.num_sequences:
+        raise TextError(
+            f"{text.dataset}: found {cursor.sequences} sequences of {options.seq_len} tokens ({cursor.short} documents were shorter), needed "
+            f"{options.num_sequences}: lower --num-sequences or --seq-len, pass --pack, or give more text"
+        )
+    return cursor
+
+
+def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterator[list[Sequence]]:
+    remaining = islice(stream, count)
+    while batch := list(islice(remaining, batch_size)):
+        yield batch
+
+
+def _pooled(features: Mapping[Kind, list[Tensor]], rows: list[int]) -> dict[Kind, list[Tensor]]:
+    """(B, N, F) per layer to (B' * N, F) of the chosen rows."""
+    return {kind: [layer[rows].flatten(0, 1) for layer in layers] for kind, layers in features.items()}

@@ -1,0 +1,60 @@
+"""Pictures of a solve report, as PNG bytes. matplotlib is imported only here, without a display."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from kvfit.spec import KINDS
+
+
+def r2_map(report: dict[str, Any]) -> bytes:
+    """Holdout R2 of every target layer from every single source layer, keys and values side by side."""
+    figure, axes = _figure(len(KINDS))
+    for axis, kind in zip(axes, KINDS, strict=True):
+        values = report["probe"][kind]["holdout"]
+        image = axis.imshow(values, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="viridis")
+        axis.set(title=kind, xlabel="source layer", ylabel="target layer")
+        axis.set_xticks(range(0, len(values[0]), max(1, len(values[0]) // 8)))
+        axis.set_yticks(range(0, len(values), max(1, len(values) // 8)))
+        if len(values) * len(values[0]) <= 64:
+            for target_layer, row in enumerate(values):
+                for source_layer, value in enumerate(row):
+                    axis.text(source_layer, target_layer, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value < 0.6 else "black")
+        figure.colorbar(image, ax=axis, label="R2 on the holdout split")
+    figure.suptitle("How much of a target layer one source layer explains")
+    return _png(figure)
+
+
+def r2_layers(report: dict[str, Any]) -> bytes:
+    """R2 per target layer: best single source layer, chosen layers on both splits, and per head."""
+    figure, axes = _figure(len(KINDS))
+    for axis, kind in zip(axes, KINDS, strict=True):
+        layers = [detail for detail in report["layers"] if detail["kind"] == kind]
+        at = [detail["layer_index"] for detail in layers]
+        for detail in layers:
+            heads = detail["r2_holdout_heads"]
+            axis.plot([detail["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
+        axis.plot(at, [max(row) for row in report["probe"][kind]["holdout"]], "o--", label="best single source layer, holdout")
+        axis.plot(at, [detail["r2_fit"] for detail in layers], "s-", label="chosen layers, fit")
+        axis.plot(at, [detail["r2_holdout"] for detail in layers], "o-", label="chosen layers, holdout")
+        axis.set(title=kind, xlabel="target layer", ylabel="R2", ylim=(min(0.0, axis.get_ylim()[0]), 1.0))
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower left", fontsize=8)
+    figure.suptitle("R2 per target layer before the gain (grey: heads, holdout)")
+    return _png(figure)
+
+
+def _figure(columns: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    # A bare Figure draws with Agg and touches no global state, unlike pyplot.
+    figure = Figure(figsize=(5.5 * columns, 4.2), layout="constrained")
+    return figure, figure.subplots(1, columns)
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    # No software version or date in the file: equal reports give equal bytes.
+    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    return buffer.getvalue()
