@@ -8,10 +8,11 @@ batches alone, so a run that was killed and resumed ends with the same bits as o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -20,22 +21,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvfit.errors import MismatchError, StoreError
+from kvfit.errors import StoreError
 from kvfit.fit import moments
+from kvfit.fit.buffer import Activations, TokenBuffer
 from kvfit.fit.layout import SPLITS, BlockArray, Layout, Part, StatsDtype, array_path
-from kvfit.fit.record import Array, BadValue, Batches, Tokens, first_difference
+from kvfit.fit.record import BadValue, Batches, Tokens, first_difference
 from kvfit.fit.writer import StoreWriter
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, to_json
 
-LARGEST_VALUE = 1e15  # about the shift; the float32 sum of 1e8 squares of it is still finite
 LARGEST_BUFFER = 32_768  # tokens; more would only make commits rarer
 BUFFER_SHARE = 7 / 8  # of the memory budget; the rest, and a fixed few hundred MB, is for blocks on their way to disk
 UNIT_NUMBERS = 8 * 2**20  # numbers of the float64 blocks that are summed at a time: 64 MiB
 UNITS_IN_FLIGHT = 2
 QUARANTINE_SHARE = 0.01
 QUARANTINE_FROM = 100  # batches, before the share means anything
-
-Activations = Mapping[Kind, Sequence[Tensor]]
 
 
 class Accumulator:
@@ -59,16 +58,13 @@ class Accumulator:
         self.product_seconds = 0.0
         self._writer = writer
         self._layout: Layout = writer.layout
-        self._device = None if device is None else torch.device(device)
         fits = max(1, min(LARGEST_BUFFER, int(memory_budget * BUFFER_SHARE) // self._layout.token_bytes))
         # The number of an earlier run gives the same bits again; it gives way where it no longer fits.
-        self._capacity = min(fits, record.buffer_tokens or fits)
-        self._rows: dict[Part, int] = {"fit": 0, "holdout": 0}
+        capacity = min(fits, record.buffer_tokens or fits)
+        self._buffer = TokenBuffer(self._layout, capacity, None if device is None else torch.device(device))
         self._tokens: dict[Part, int] = {"fit": record.tokens.fit, "holdout": record.tokens.holdout}
         self._batches = record.batches
         self._next_cursor: Any = record.cursor
-        self._buffer: dict[Kind, Tensor] = {}
-        self._shift: dict[Kind, Tensor] = {}
         self._failed: BaseException | None = None
         self._load()
 
@@ -145,7 +141,7 @@ class Accumulator:
     @property
     def buffer_tokens(self) -> int:
         """Tokens that the buffer holds."""
-        return self._capacity
+        return self._buffer.capacity
 
     def add(self, split: Literal["fit", "holdout"], source: Activations, target: Activations, cursor: Any) -> None:
         """Take one batch of a split; commits earlier ones when the buffer is full.
@@ -162,9 +158,9 @@ class Accumulator:
                 stays readable; this object does not.
         """
         self._usable()
-        n_tokens = self._check(split, source, target)
+        n_tokens = self._buffer.check(split, source, target)
         with torch.no_grad(), self._failing(), moments.precise_matmul():
-            if sum(self._rows.values()) and n_tokens > self._capacity - sum(self._rows.values()):
+            if self._buffer.used and n_tokens > self._buffer.capacity - self._buffer.used:
                 self._flush()
                 self._commit(finished=False)
             bad = self._take(split, source, target, n_tokens) if n_tokens else None
@@ -189,7 +185,7 @@ class Accumulator:
 
     def close(self) -> None:
         """Let go of the store and the buffer; what was not committed is gone."""
-        self._buffer = {}
+        self._buffer.free()
         self._writer.close()
         self._failed = self._failed or StoreError(f"{self.path} is closed; open it again with resume")
 
@@ -199,82 +195,27 @@ class Accumulator:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # -- batches ------------------------------------------------------------------------------------------------------
-
-    def _check(self, split: str, source: Activations, target: Activations) -> int:
-        if split not in SPLITS:
-            raise MismatchError(f"split {split!r}, needs fit or holdout")
-        n_tokens: int | None = None
-        for name, model, given in (("source", self._layout.source, source), ("target", self._layout.target, target)):
-            for kind in KINDS:
-                layers = given.get(kind, ())
-                if len(layers) != model.n_layers:
-                    raise MismatchError(f"{name} gave {kind} of {len(layers)} layers, the store needs {model.n_layers}")
-                for layer_index, rows in enumerate(layers):
-                    n_tokens = rows.shape[0] if n_tokens is None and rows.ndim == 2 else n_tokens
-                    if tuple(rows.shape) != (n_tokens, model.width) or not rows.is_floating_point():
-                        raise MismatchError(
-                            f"{name} {kind} of layer {layer_index} are {rows.dtype} {tuple(rows.shape)}, "
-                            f"needs floats ({n_tokens}, {model.width})"
-                        )
-        return n_tokens or 0
-
     def _take(self, split: Part, source: Activations, target: Activations, n_tokens: int) -> BadValue | None:
         """Copy a batch into the buffer, or say what is wrong with it."""
-        if not self._buffer:
-            self._allocate(source["keys"][0].device)
-        fresh = not self._shift
-        if fresh:
-            self._shift = {k: torch.cat([moments.shift_of(x).to(self._at) for x in _layers(source, target, k)]) for k in KINDS}
-        pieces = range(0, n_tokens, self._capacity)
-        for start in pieces:
-            bad = self._load_piece(split, source, target, start, min(start + self._capacity, n_tokens))
+        buffer, fresh = self._buffer, not self._buffer.shift
+        buffer.fix_shift(source, target)
+        starts = range(0, n_tokens, buffer.capacity)
+        for start in starts:
+            bad = buffer.load(split, source, target, start, min(start + buffer.capacity, n_tokens))
             if bad is not None:
-                self._shift = {} if fresh else self._shift
+                if fresh:
+                    buffer.shift = {}  # it came from the bad values
                 return bad
-        if len(pieces) > 1:  # larger than the buffer, which is empty then: piece by piece, one commit for all
-            for start in pieces:
-                stop = min(start + self._capacity, n_tokens)
-                self._load_piece(split, source, target, start, stop)
-                self._rows[split] = stop - start
-                if stop < n_tokens:
-                    self._flush()
-        else:
-            self._rows[split] += n_tokens
+        if len(starts) == 1:
+            buffer.n_rows[split] += n_tokens
+        else:  # larger than the buffer, which is empty then: piece by piece, and one commit for all of it later
+            for start in starts:
+                stop = min(start + buffer.capacity, n_tokens)
+                self._flush()
+                buffer.load(split, source, target, start, stop)
+                buffer.n_rows[split] = stop - start
         self._tokens[split] += n_tokens
         return None
-
-    def _load_piece(self, split: Part, source: Activations, target: Activations, start: int, stop: int) -> BadValue | None:
-        n_tokens, kept = stop - start, self._rows[split]
-        first = kept if split == "fit" else self._capacity - kept - n_tokens
-        peaks = []
-        for kind in KINDS:
-            rows, column = self._buffer[kind][first : first + n_tokens], 0
-            for layer in _layers(source, target, kind):
-                place = rows[:, column : column + layer.shape[1]]
-                shift = self._shift[kind][column : column + layer.shape[1]]
-                if layer.dtype == torch.float64:
-                    place.copy_(layer[start:stop].to(self._at) - shift)
-                else:
-                    place.copy_(layer[start:stop]).sub_(shift)
-                low, high = place.aminmax()
-                peaks.append(torch.maximum(-low, high))
-                column += layer.shape[1]
-        good = torch.stack(peaks) < LARGEST_VALUE  # false for NaN
-        if bool(good.all()):
-            return None
-        number = int(good.to(torch.int8).argmin())
-        n_source, n_target = self._layout.source.n_layers, self._layout.target.n_layers
-        kind, layer_index = KINDS[number // (n_source + n_target)], number % (n_source + n_target)
-        if layer_index < n_source:
-            return BadValue("source", kind, layer_index)
-        return BadValue("target", kind, layer_index - n_source)
-
-    def _allocate(self, device: torch.device) -> None:
-        self._at = self._device or (device if device.type != "mps" else torch.device("cpu"))  # sums need float64
-        width = sum(self._layout.widths)
-        self._buffer = {kind: torch.empty(self._capacity, width, dtype=torch.float32, device=self._at) for kind in KINDS}
-        self._shift = {kind: shift.to(self._at) for kind, shift in self._shift.items()}
 
     def _check_share(self) -> None:
         seen, quarantined, first = self._batches.seen, self._batches.quarantined, self._batches.first
@@ -284,16 +225,12 @@ class Accumulator:
                 f"layer {first.layer_index}; at most 1 % may; run the models in bfloat16 or float32"
             )
 
-    # -- flush and commit ---------------------------------------------------------------------------------------------
-
     def _flush(self) -> None:
         """Update every block of every split that has rows in the buffer."""
         for split in SPLITS:
-            n_rows = self._rows[split]
-            if n_rows == 0:
+            if self._buffer.n_rows[split] == 0:
                 continue
-            first = 0 if split == "fit" else self._capacity - n_rows
-            rows = {kind: self._buffer[kind][first : first + n_rows] for kind in KINDS}
+            rows = self._buffer.rows(split)
             digests = self._writer.start()
             with ThreadPoolExecutor(1, "kvfit-store") as pool:
                 waiting: deque[Future[None]] = deque()
@@ -307,14 +244,14 @@ class Accumulator:
                     future.result()
             self._add_sums(split, rows)
             self._writer.end(split, digests, {name: total.cpu().numpy() for name, total in self._sums[split].items()})
-            self._rows[split] = 0
+            self._buffer.clear(split)
 
     def _products(self, array: BlockArray, numbers: range, rows: Mapping[Kind, Tensor]) -> Tensor:
         """Sums of products of the pairs of some consecutive chunks, (pairs, rows, columns) float64 on the host."""
         started = time.perf_counter()
         chunks = [array.chunks[number] for number in numbers]
         first, last, top, bottom = chunks[0].first, chunks[-1].last, chunks[0].top, chunks[-1].bottom
-        total = torch.zeros(last - first, bottom - top, array.columns, dtype=torch.float64, device=self._at)
+        total = torch.zeros(last - first, bottom - top, array.columns, dtype=torch.float64, device=self._buffer.device)
         offset = 0 if array.role == "source" else self._layout.widths[0]
         pair = first
         while pair < last:  # one product for all right-hand blocks of a left-hand one
@@ -340,38 +277,29 @@ class Accumulator:
 
     def _add_sums(self, split: Part, rows: Mapping[Kind, Tensor]) -> None:
         started = time.perf_counter()
-        sums, (n_source, _) = self._sums[split], self._layout.widths
+        sums, n_source = self._sums[split], self._layout.widths[0]
         for index, kind in enumerate(KINDS):
             for name, side in (("source_sum", rows[kind][:, :n_source]), ("target_sum", rows[kind][:, n_source:])):
                 layers, width = sums[name].shape[1:]
                 for layer_index in range(layers):
-                    columns = side[:, layer_index * width : (layer_index + 1) * width]
-                    moments.add_sums(sums[name][index, layer_index], columns.cpu())
+                    layer = side[:, layer_index * width : (layer_index + 1) * width]
+                    sums[name][index, layer_index] += moments.sums(layer).cpu()
                     if name == "target_sum":
-                        moments.add_squares(sums["target_square"][index, layer_index], columns.cpu())
+                        sums["target_square"][index, layer_index] += moments.squares(layer).cpu()
         self.product_seconds += time.perf_counter() - started
 
     def _commit(self, *, finished: bool) -> None:
         writer = self._writer
-        if self._shift and not writer.record.live.shift:
-            writer.write_shifts(self._shifts_by_name())
+        if self._buffer.shift and not writer.record.live.shift:
+            writer.write_shifts(self._buffer.shifts())
         writer.commit(
             cursor=self._next_cursor,
             tokens=Tokens(self._tokens["fit"], self._tokens["holdout"]),
             batches=self._batches,
-            buffer_tokens=self._capacity if self._shift else None,
+            buffer_tokens=self._buffer.capacity if self._buffer.shift else None,
             finished=finished,
         )
         self.cursor, self.finished = writer.record.cursor, finished
-
-    def _shifts_by_name(self) -> dict[str, Array]:
-        n_source = self._layout.widths[0]
-        both = torch.stack([self._shift[kind] for kind in KINDS]).cpu()  # (2, source and target features)
-        source, target = (array.shape for array in self._layout.shifts)
-        return {
-            "shift/source": both[:, :n_source].reshape(source).numpy(),
-            "shift/target": both[:, n_source:].reshape(target).numpy(),
-        }
 
     def _load(self) -> None:
         """Small arrays of the last commit into memory."""
@@ -386,41 +314,25 @@ class Accumulator:
                 for array in layout.sums
             }
         if record.live.shift:
-            source, target = (torch.from_numpy(writer.read_vector(array.name, array)) for array in layout.shifts)
-            self._shift = {kind: torch.cat([source[i].flatten(), target[i].flatten()]) for i, kind in enumerate(KINDS)}
-
-    # -- failure ------------------------------------------------------------------------------------------------------
+            self._buffer.set_shifts({array.name: writer.read_vector(array.name, array) for array in layout.shifts})
 
     def _usable(self) -> None:
         if self._failed is not None:
             raise StoreError(f"{self.path} cannot be written on after an error ({self._failed}); open it again with resume")
 
-    def _failing(self) -> _Failing:
-        return _Failing(self)
-
-
-class _Failing:
-    """Remembers an error, so that nothing is committed after it, and turns the disk's into a `StoreError`."""
-
-    def __init__(self, owner: Accumulator) -> None:
-        self.owner = owner
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            return
-        self.owner._failed = error
-        if isinstance(error, OSError):
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Remember an error, so that nothing is committed after it, and turn the disk's into a `StoreError`."""
+        try:
+            yield
+        except OSError as error:
+            self._failed = error
             raise StoreError(
-                f"{self.owner.path} cannot be written: {error}; the last commit is intact: "
-                "free space and run again with --resume"
+                f"{self.path} cannot be written: {error}; the last commit is intact: free space and run again with --resume"
             ) from error
-
-
-def _layers(source: Activations, target: Activations, kind: Kind) -> list[Tensor]:
-    return [*source[kind], *target[kind]]
+        except BaseException as error:
+            self._failed = error
+            raise
 
 
 def _units(array: BlockArray) -> Iterator[range]:

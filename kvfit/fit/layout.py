@@ -70,6 +70,11 @@ class BlockArray:
         return f"{self.role}/{self.kinds[0]}-{self.kinds[1]}"
 
     @property
+    def kind_numbers(self) -> tuple[int, int]:
+        """Places of the two kinds in the small arrays' first axis."""
+        return KINDS.index(self.kinds[0]), KINDS.index(self.kinds[1])
+
+    @property
     def triangular(self) -> bool:
         """Whether only pairs i <= j are stored."""
         return self.role == "source" and self.kinds[0] == self.kinds[1]
@@ -183,6 +188,11 @@ class Layout:
             VectorArray("target_square", target, "float64"),
         )
 
+    @property
+    def arrays(self) -> tuple[BlockArray | VectorArray, ...]:
+        """All arrays that each split has."""
+        return (*self.blocks, *self.sums)
+
     @cached_property
     def shifts(self) -> tuple[VectorArray, ...]:
         """The two arrays of shifts, shared by the splits."""
@@ -206,8 +216,7 @@ class Layout:
     @property
     def split_bytes(self) -> int:
         """Bytes of one split's chunk files; a store holds two splits, and up to twice that while it is written."""
-        arrays: tuple[BlockArray | VectorArray, ...] = (*self.blocks, *self.sums)
-        return sum(array.chunk_bytes * len(array.chunks) for array in arrays)
+        return sum(array.chunk_bytes * len(array.chunks) for array in self.arrays)
 
     def block(self, role: Literal["source", "cross"], left: Kind, right: Kind) -> BlockArray | None:
         """The array of a role and two kinds, None where the store has none."""
@@ -219,7 +228,7 @@ class Layout:
             yield shift.name, shift
         for split in SPLITS:
             for generation in GENERATIONS:
-                for array in (*self.blocks, *self.sums):
+                for array in self.arrays:
                     yield array_path(split, generation, array), array
 
 

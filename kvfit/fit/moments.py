@@ -87,16 +87,18 @@ def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(product.view(n_rows, n_pairs, n_columns).transpose(0, 1))
 
 
-def add_sums(total: Tensor, rows: Tensor) -> None:
-    """``total += sum of rows``. Total (F,) float64, changed in place; rows (N, F) float32."""
-    total.add_(rows.sum(0, dtype=torch.float64))
+def sums(rows: Tensor) -> Tensor:
+    """``sum of rows``, (F,) float64. Rows (N, F) float32, shifted."""
+    return rows.sum(0, dtype=torch.float64)
 
 
-def add_squares(total: Tensor, rows: Tensor) -> None:
-    """``total += sum of rows * rows``. Total (F,) float64, changed in place; rows (N, F) float32, squared in float64."""
+def squares(rows: Tensor) -> Tensor:
+    """``sum of rows * rows``, (F,) float64, squared in float64. Rows (N, F) float32, shifted."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     step = ROWS_PER_PRODUCT["other"]
     for start in range(0, rows.shape[0], step):
-        total.add_(rows[start : start + step].to(torch.float64).square_().sum(0))
+        total += rows[start : start + step].to(torch.float64).square_().sum(0)
+    return total
 
 
 def centre(products: Tensor, left_sum: Tensor, right_sum: Tensor, count: int) -> Tensor:
@@ -111,14 +113,14 @@ def centre(products: Tensor, left_sum: Tensor, right_sum: Tensor, count: int) ->
     return products if count == 0 else products.addr(left_sum, right_sum, alpha=-1.0 / count)
 
 
-def centre_squares(squares: Tensor, sums: Tensor, count: int) -> Tensor:
+def centre_squares(square: Tensor, total: Tensor, count: int) -> Tensor:
     """The sum of squares about the mean of each feature, ``q - k * k / N``, never below 0. All (G,) float64."""
-    return squares if count == 0 else (squares - sums * sums / count).clamp_(min=0.0)
+    return square if count == 0 else (square - total * total / count).clamp_(min=0.0)
 
 
-def mean(shift: Tensor, sums: Tensor, count: int) -> Tensor:
+def mean(shift: Tensor, total: Tensor, count: int) -> Tensor:
     """``s + m / N`` in float64; the shift itself where there is no token."""
-    return shift.to(torch.float64) + sums / max(count, 1)
+    return shift.to(torch.float64) + total / max(count, 1)
 
 
 def reshift(
@@ -140,11 +142,11 @@ def reshift(
     return products + torch.outer(left_sum + count * left_delta, right_delta) + torch.outer(left_delta, right_sum)
 
 
-def reshift_sums(sums: Tensor, count: int, delta: Tensor) -> Tensor:
+def reshift_sums(total: Tensor, count: int, delta: Tensor) -> Tensor:
     """Sums about another shift, ``m + N a``."""
-    return sums + count * delta
+    return total + count * delta
 
 
-def reshift_squares(squares: Tensor, sums: Tensor, count: int, delta: Tensor) -> Tensor:
+def reshift_squares(square: Tensor, total: Tensor, count: int, delta: Tensor) -> Tensor:
     """Sums of squares about another shift, ``q + 2 a m + N a * a``."""
-    return squares + 2.0 * delta * sums + count * delta * delta
+    return square + 2.0 * delta * total + count * delta * delta

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfit.errors import StoreError
-from kvfit.fit.layout import BlockArray, Generation, Layout, Part, StatsDtype, VectorArray, array_path
+from kvfit.fit.layout import SPLITS, BlockArray, Generation, Layout, Part, StatsDtype, VectorArray, array_path
 from kvfit.spec import Inputs, Kind, ModelSpec, SpecError, from_json, to_json
 
 FORMAT_VERSION = 1
@@ -97,10 +97,10 @@ class Record:
         """The live arrays by path."""
         layout = self.layout
         found: dict[str, BlockArray | VectorArray] = {a.name: a for a in layout.shifts} if self.live.shift else {}
-        for split in ("fit", "holdout"):
+        for split in SPLITS:
             generation = self.live.of(split)
             if generation is not None:
-                found.update({array_path(split, generation, a): a for a in (*layout.blocks, *layout.sums)})
+                found.update({array_path(split, generation, a): a for a in layout.arrays})
         return found
 
 
@@ -153,7 +153,7 @@ def write_record(root: Path, record: Record) -> None:
 
 def write_chunk(path: Path, numbers: Array) -> str:
     """Write one chunk file, wait until it is on the disk, and give its digest."""
-    data = memoryview(np.ascontiguousarray(numbers)).cast("B")
+    data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -217,15 +217,25 @@ def _parse(value: Any) -> Record:
     if not isinstance(value, Mapping) or set(value) != set(names):
         odd = sorted(set(value) ^ set(names)) if isinstance(value, Mapping) else ["<top>"]
         raise SpecError(odd[0], "an unknown or missing key", "exactly " + ", ".join(names))
-    hints = {
+    hints: dict[str, Any] = {
         "format_version": int, "kvfit_version": str, "commit": int, "finished": bool, "source": ModelSpec, "target": ModelSpec,
         "inputs": Inputs, "stats_dtype": StatsDtype, "recipe": dict, "buffer_tokens": int | None, "tokens": Tokens,
         "batches": Batches, "live": Live, "digests": dict,
     }  # fmt: skip
-    read: dict[str, Any] = {name: from_json(hint, value[name], name) for name, hint in hints.items()}  # type: ignore[type-var]
+    read: dict[str, Any] = {name: from_json(hint, value[name], name) for name, hint in hints.items()}
     record = Record(cursor=value["cursor"], **read)
+    for split in SPLITS:
+        n_tokens = getattr(record.tokens, split)
+        if n_tokens < 0 or (n_tokens > 0) != (record.live.of(split) is not None) or (n_tokens > 0) > record.live.shift:
+            raise SpecError(
+                f"live.{split}", f"{record.live.of(split)} with {n_tokens} tokens", "a generation if and only if tokens"
+            )
     digests = {path: tuple(entries) for path, entries in record.digests.items() if isinstance(entries, list)}
-    for path, array in record.live_arrays().items():
+    arrays = record.live_arrays()
+    odd = sorted(set(record.digests) ^ set(arrays))
+    if odd:
+        raise SpecError(f"digests.{odd[0]}", "an unknown or missing array", "exactly the live ones")
+    for path, array in arrays.items():
         if len(digests.get(path, ())) != len(array.chunks):
             raise SpecError(f"digests.{path}", f"{len(digests.get(path, ()))} digests", f"{len(array.chunks)}")
     return dataclasses.replace(record, digests=digests)

@@ -1,7 +1,8 @@
 """Store: the read side of the statistics on disk.
 
-A store gives centred scatters, means and counts of any pair of blocks, each read from disk when asked for and checked
-against the commit record. What writes it is `kvfit.fit.accumulate`; the format is docs/reference/store-format.md.
+`Store` gives centred scatters, means and counts of any pair of blocks, each read from disk when asked for and checked
+against the commit record. `Accumulator`, the write side, is here under the same roof for whoever captures. The format is
+docs/reference/store-format.md.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from kvfit.errors import StoreError
 from kvfit.fit import moments
+from kvfit.fit.accumulate import Accumulator
 from kvfit.fit.layout import SPLITS, Block, BlockArray, Part, Split, VectorArray, array_path
 from kvfit.fit.record import Array, Record, read_chunk, read_record
 from kvfit.spec import KINDS, Inputs, ModelSpec
+
+__all__ = ["Accumulator", "Block", "Split", "Store"]
 
 # Chunks of narrow models hold many blocks; keeping a few spares reading a chunk once per block.
 CACHE_BYTES = 64_000_000
@@ -45,7 +49,7 @@ class Store:
         self.bytes_read = 0
         self.record = record
         self._layout = record.layout
-        self._cache: OrderedDict[tuple[str, int], Array] = OrderedDict()
+        self._cache: OrderedDict[tuple[Part, str, int], Array] = OrderedDict()
         self._vectors: dict[str, Tensor] = {}
 
     @classmethod
@@ -117,6 +121,31 @@ class Store:
         squares = self._sum(split, "target_square", b)
         return moments.centre_squares(squares, self._sum(split, "target_sum", b), self.count(split))
 
+    def sums(self, split: Split, name: str) -> Tensor:
+        """A small array about the shift: ``source_sum``, ``target_sum`` or ``target_square``, (2, layers, features) float64."""
+        array = next(array for array in self._layout.sums if array.name == name)
+        total = torch.zeros(array.shape, dtype=torch.float64)
+        for part in _parts(split):
+            generation = self.record.live.of(part)
+            if generation is not None:
+                total += self._vector(array_path(part, generation, array), array)
+        return total
+
+    def shift(self, array: VectorArray) -> Tensor:
+        """The shift, (2, layers, features) float32; zero in a store that never saw a token."""
+        return self._vector(array.name, array) if self.record.live.shift else torch.zeros(array.shape)
+
+    def chunk(self, part: Part, array: BlockArray, number: int) -> Array:
+        """One chunk of a split that has tokens, as stored (about the shifts) and checked.
+
+        Raises:
+            StoreError: missing or altered; names array and chunk.
+        """
+        generation = self.record.live.of(part)
+        if generation is None:
+            raise StoreError(f"{self.path} has no tokens in its {part} split, so no chunk of {array.name}")
+        return self._read(array_path(part, generation, array), array, number)
+
     def verify(self) -> None:
         """Read every chunk.
 
@@ -137,43 +166,33 @@ class Store:
         if array is None:
             raise StoreError(f"{self.path} holds no {a[0]} by {b[0]} blocks: capture with inputs=both")
         total = torch.zeros(array.rows, array.columns, dtype=torch.float64)
+        pair = array.pair_index(a[1], b[1])
         for part in _parts(split):
-            generation = self.record.live.of(part)
-            if generation is not None:
-                self._add_block(total, array_path(part, generation, array), array, array.pair_index(a[1], b[1]))
+            if self.record.live.of(part) is not None:
+                for number in array.chunk_numbers(pair):
+                    chunk = array.chunks[number]
+                    band = self._cached(part, array, number)[pair - chunk.first, : chunk.bottom - chunk.top]
+                    total[chunk.top : chunk.bottom] += torch.from_numpy(band.astype("f8"))
         return total
-
-    def _add_block(self, total: Tensor, path: str, array: BlockArray, pair: int) -> None:
-        for number in array.chunk_numbers(pair):
-            chunk = array.chunks[number]
-            band = self._cached(path, array, number)[pair - chunk.first, : chunk.bottom - chunk.top]
-            total[chunk.top : chunk.bottom] += torch.from_numpy(band.astype("f8"))
 
     def _sum(self, split: Split, name: str, block: Block) -> Tensor:
-        array = next(array for array in self._layout.sums if array.name == name)
-        total = torch.zeros(array.shape[2], dtype=torch.float64)
-        for part in _parts(split):
-            generation = self.record.live.of(part)
-            if generation is not None:
-                total += self._vector(array_path(part, generation, array), array)[KINDS.index(block[0]), block[1]]
-        return total
+        return self.sums(split, name)[KINDS.index(block[0]), block[1]]
 
     def _shift(self, name: str, block: Block) -> Tensor:
         array = next(array for array in self._layout.shifts if array.name == name)
-        if not self.record.live.shift:
-            return torch.zeros(array.shape[2])
-        return self._vector(name, array)[KINDS.index(block[0]), block[1]]
+        return self.shift(array)[KINDS.index(block[0]), block[1]]
 
     def _vector(self, path: str, array: VectorArray) -> Tensor:
         if path not in self._vectors:
             self._vectors[path] = torch.from_numpy(self._read(path, array, 0).copy())
         return self._vectors[path]
 
-    def _cached(self, path: str, array: BlockArray, number: int) -> Array:
-        if (path, number) in self._cache:
-            self._cache.move_to_end((path, number))
-            return self._cache[path, number]
-        numbers = self._cache[path, number] = self._read(path, array, number)
+    def _cached(self, part: Part, array: BlockArray, number: int) -> Array:
+        key = (part, array.name, number)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        numbers = self._cache[key] = self.chunk(part, array, number)
         while len(self._cache) > 1 and sum(kept.nbytes for kept in self._cache.values()) > CACHE_BYTES:
             self._cache.popitem(last=False)
         return numbers

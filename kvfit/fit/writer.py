@@ -65,12 +65,19 @@ class StoreWriter:
             StoreError: something is there already, another process is making it, or the disk refuses.
         """
         with building(path) as (root, lock):
-            record = empty_record(layout, recipe)
-            create_arrays(root, layout)
-            write_record(root, record)
-            _sync_tree(root)
+            writer = cls.start_at(root, layout, recipe, lock)
+            sync_tree(root)
             publish(root, path)
-        return cls(path, record, lock)
+            writer.root = path
+        return writer
+
+    @classmethod
+    def start_at(cls, root: Path, layout: Layout, recipe: dict[str, Any], lock: int) -> StoreWriter:
+        """An empty, committed store in a folder that `building` gave and `publish` will rename."""
+        create_arrays(root, layout)
+        record = empty_record(layout, recipe)
+        write_record(root, record)
+        return cls(root, record, lock)
 
     @classmethod
     def open(cls, path: Path) -> StoreWriter:
@@ -251,7 +258,8 @@ def take_lock(root: Path) -> int:
     return handle
 
 
-def _sync_tree(root: Path) -> None:
+def sync_tree(root: Path) -> None:
+    """Put a whole folder on the disk."""
     for folder, _, files in os.walk(root):
         for name in files:
             with open(os.path.join(folder, name), "rb") as file:

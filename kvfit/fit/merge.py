@@ -1,0 +1,186 @@
+"""merge: several stores of one recipe become one, as if one run had seen all their text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError
+from kvfit.fit import moments
+from kvfit.fit.layout import SPLITS, BlockArray, Chunk, Layout, Part
+from kvfit.fit.record import PART_FIELD, Array, Batches, Record, Tokens, first_difference
+from kvfit.fit.store import Store
+from kvfit.fit.writer import StoreWriter, building, publish, sync_tree
+from kvfit.spec import to_json
+
+
+def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
+    """Merge finished stores into a new one at `out`; block by block, so memory stays at a few chunks.
+
+    Each store sums about a shift of its own, so its products are first brought about one common shift, the mean over all
+    parts, which adds the between-shard mean term; see `moments.reshift`. The result does not depend on the order of the
+    paths but for rounding. The merged recipe is the common one; its field ``part`` lists the parts'.
+
+    Args:
+        paths: stores that agree in models, inputs, stats_dtype and, but for the field ``part``, recipe.
+        out: must not exist; appears whole or not at all.
+
+    Returns:
+        The merged store.
+
+    Raises:
+        MismatchError: the stores differ in a field, named with both values, or one is given twice.
+        StoreError: a store is missing, unfinished or damaged, `out` exists, or the disk refuses.
+    """
+    stores = [Store.open(path) for path in paths]
+    if not stores:
+        raise MismatchError("no store to merge; name at least one")
+    _check_alike(stores)
+    common = _common_shift(stores)
+    parts = [_Shifted.of(store, common) for store in stores]
+    records = [store.record for store in stores]
+    place = Path(out)
+    with building(place) as (root, lock):
+        writer = StoreWriter.start_at(root, records[0].layout, _merged_recipe(records), lock)
+        if common:
+            writer.write_shifts({name: shift.numpy() for name, shift in common.items()})
+        for split in SPLITS:
+            if any(part.store.count(split) for part in parts):
+                _merge_split(writer, parts, split)
+        writer.commit(
+            cursor=None,
+            tokens=Tokens(*(sum(store.count(split) for store in stores) for split in SPLITS)),
+            batches=_merged_batches(records),
+            buffer_tokens=None,
+            finished=True,
+        )
+        sync_tree(root)
+        publish(root, place)
+    writer.close()
+    return Store.open(place)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """A store and its deltas: its shift less the common one, by name of the shift's array, (2, layers, features)."""
+
+    store: Store
+    delta: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, store: Store, common: Mapping[str, Tensor]) -> _Shifted:
+        if not store.record.live.shift:
+            return cls(store, {})
+        own = {array.name: store.shift(array) for array in store.record.layout.shifts}
+        return cls(store, {name: shift.to(torch.float64) - common[name].to(torch.float64) for name, shift in own.items()})
+
+
+def _common_shift(stores: Sequence[Store]) -> dict[str, Tensor]:
+    """The mean over all tokens of all stores, as float32; empty where no store has a token."""
+    n_tokens = sum(store.count("all") for store in stores)
+    if n_tokens == 0:
+        return {}
+    layout: Layout = stores[0].record.layout
+    common = {}
+    for array, name in zip(layout.shifts, ("source_sum", "target_sum"), strict=True):
+        total = torch.zeros(array.shape, dtype=torch.float64)
+        for store in stores:
+            if store.count("all"):
+                total += (
+                    store.count("all")
+                    / n_tokens
+                    * moments.mean(store.shift(array), store.sums("all", name), store.count("all"))
+                )
+        common[array.name] = total.to(torch.float32)
+    return common
+
+
+def _merge_split(writer: StoreWriter, parts: Sequence[_Shifted], split: Part) -> None:
+    present = [part for part in parts if part.store.count(split)]
+    digests = writer.start()
+    for array in writer.layout.blocks:
+        for number, chunk in enumerate(array.chunks):
+            total = torch.zeros(chunk.last - chunk.first, chunk.bottom - chunk.top, array.columns, dtype=torch.float64)
+            for part in present:
+                _add_chunk(total, part, split, array, number, chunk)
+            digests[array][number] = writer.add_to_chunk(split, array, number, total.numpy())
+    writer.end(split, digests, _merged_sums(present, split))
+
+
+def _add_chunk(total: Tensor, part: _Shifted, split: Part, array: BlockArray, number: int, chunk: Chunk) -> None:
+    store, count = part.store, part.store.count(split)
+    stored = store.chunk(split, array, number)
+    right_name = "target" if array.role == "cross" else "source"
+    left_kind, right_kind = array.kind_numbers
+    left_sum, right_sum = store.sums(split, "source_sum")[left_kind], store.sums(split, f"{right_name}_sum")[right_kind]
+    left_delta, right_delta = part.delta["shift/source"][left_kind], part.delta[f"shift/{right_name}"][right_kind]
+    rows = slice(chunk.top, chunk.bottom)
+    for place, pair in enumerate(range(chunk.first, chunk.last)):
+        i, j = array.pairs[pair]
+        products = torch.from_numpy(stored[place, : chunk.bottom - chunk.top].astype("f8"))
+        total[place] += moments.reshift(products, left_sum[i, rows], right_sum[j], count, left_delta[i, rows], right_delta[j])
+
+
+def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
+    totals: dict[str, Tensor] = {}
+    for part in parts:
+        store, count = part.store, part.store.count(split)
+        source, target = store.sums(split, "source_sum"), store.sums(split, "target_sum")
+        square = store.sums(split, "target_square")
+        moved = {
+            "source_sum": moments.reshift_sums(source, count, part.delta["shift/source"]),
+            "target_sum": moments.reshift_sums(target, count, part.delta["shift/target"]),
+            "target_square": moments.reshift_squares(square, target, count, part.delta["shift/target"]),
+        }
+        totals = {name: totals[name] + value if totals else value for name, value in moved.items()}
+    return {name: total.numpy() for name, total in totals.items()}
+
+
+def _check_alike(stores: Sequence[Store]) -> None:
+    seen: dict[str, Path] = {}
+    for store in stores:
+        place, part = os.path.realpath(store.path), store.recipe.get(PART_FIELD)
+        for key in (place, None if part is None else json.dumps(part, sort_keys=True)):
+            if key in seen:
+                raise MismatchError(f"{store.path} and {seen[key]} are the same part; merge every part once")
+            if key is not None:
+                seen[key] = store.path
+        first, other = (_comparable(one.record) for one in (stores[0], store))
+        difference = first_difference(first, other, "")
+        if difference is not None:
+            field, one, two = difference
+            raise MismatchError(
+                f"{stores[0].path} has {field.lstrip('.')} = {one!r}, {store.path} has {two!r}; only stores that agree merge"
+            )
+
+
+def _comparable(record: Record) -> dict[str, Any]:
+    recipe = {name: value for name, value in record.recipe.items() if name != PART_FIELD}
+    models = {"source": to_json(record.source), "target": to_json(record.target)}
+    return {**models, "inputs": record.inputs, "stats_dtype": record.stats_dtype, "recipe": recipe}
+
+
+def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
+    """The common recipe, its parts in an order of their own, so that the order of merging leaves no trace."""
+    recipe = {name: value for name, value in records[0].recipe.items() if name != PART_FIELD}
+    parts: list[Any] = []
+    for record in records:
+        part = record.recipe.get(PART_FIELD)
+        if isinstance(part, Mapping) and set(part) == {"merged"}:
+            parts.extend(part["merged"])
+        elif part is not None:
+            parts.append(part)
+    return {**recipe, PART_FIELD: {"merged": sorted(parts, key=lambda part: json.dumps(part, sort_keys=True))}}
+
+
+def _merged_batches(records: Sequence[Record]) -> Batches:
+    seen = sum(record.batches.seen for record in records)
+    quarantined = sum(record.batches.quarantined for record in records)
+    return Batches(seen, quarantined, next((r.batches.first for r in records if r.batches.first is not None), None))
