@@ -127,13 +127,11 @@ def weight_fingerprint(model: Any) -> str:
     """
     model = caches.unwrapped(model)
     parts: list[Tensor] = []
-    for name, tensor in _weights(model):
-        if tensor.is_meta:
-            raise UnsupportedModelError(
-                f"{model.config.model_type}: {name} is not in memory, needed loaded weights to identify them"
-            )
+    for tensor in _weights(model):
         flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+        step = max(1, flat.numel() // _SAMPLES)
+        step -= step % 2 == 0  # an even step would stay in one column of a matrix
+        sample = flat[::step][:_SAMPLES]
         parts.append(sample.to(torch.bfloat16).view(torch.int16) if tensor.is_floating_point() else sample.to(torch.int16))
     digest = hashlib.sha256()
     # One copy per device instead of one per weight.
@@ -150,22 +148,39 @@ def weight_fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: Any) -> Iterator[Tensor]:
     """Embedding and decoder layers' tensors, in an order that does not depend on the prefix of their names."""
-    yield "input embedding", model.get_input_embeddings().weight
-    layers: dict[int, list[tuple[str, Tensor]]] = {}
-    tensors = [*model.named_parameters(), *(item for item in model.named_buffers() if "inv_freq" not in item[0])]
-    for name, tensor in tensors:
-        found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.+)$", name)
-        tower = re.search(r"vision|visual|audio|encoder", name)
-        if found and not tower and "expert" not in name and tensor.numel():
-            layers.setdefault(int(found[1]), []).append((found[2], tensor))
+    yield _loaded(model, model.get_input_embeddings(), "weight")
+    layers: dict[int, list[tuple[str, Any, str]]] = {}
+    for path, module in model.named_modules():
+        found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)(.*)", path)
+        if found is None or re.search(r"vision|visual|audio|encoder", path) or "expert" in path:
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.numel() and "inv_freq" not in name and "expert" not in name:
+                layers.setdefault(int(found[1]), []).append((f"{found[2]}.{name}", module, name))
     if not layers:
         raise UnsupportedModelError(
             f"{model.config.model_type}: found no decoder layers by name, needed their weights to identify them"
         )
     for layer_index in sorted(layers):
-        yield from sorted(layers[layer_index], key=lambda item: item[0])
+        for _, module, name in sorted(layers[layer_index], key=lambda item: item[0]):
+            yield _loaded(model, module, name)
+
+
+def _loaded(model: Any, module: Any, name: str) -> Tensor:
+    """A parameter or buffer; where accelerate offloaded it, the copy that it keeps."""
+    tensor: Tensor = getattr(module, name)
+    if not tensor.is_meta:
+        return tensor
+    hook = getattr(module, "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        weights = getattr(part, "weights_map", None)
+        if weights is not None:
+            return torch.as_tensor(weights[name])
+    raise UnsupportedModelError(
+        f"{model.config.model_type}: found {type(module).__name__}.{name} on the meta device, needed loaded weights to identify"
+    )
 
 
 # What the values of a configuration mean for the arithmetic, by the words in their names. The rest (token ids, dropout,

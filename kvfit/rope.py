@@ -120,7 +120,7 @@ def _fitted(part: Tensor, keys: Tensor, table: RopeTable, dtype: torch.dtype) ->
     """Cosines or sines as (1, 1, T, R/2) or (B, 1, T, R/2); a plain broadcast would let one position serve all tokens."""
     if keys.dim() != 4 or keys.shape[3] < table.rotated_width:
         raise MismatchError(
-            f"keys: found shape {tuple(keys.shape)}, needed (B, H, T, D) with D at least {table.rotated_width}, the rotated width"
+            f"keys: found shape {tuple(keys.shape)}, needed (B, H, T, D), D at least the {table.rotated_width} that rotate"
         )
     batch, _, n_tokens, _ = keys.shape
     half = table.rotated_width // 2

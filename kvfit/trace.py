@@ -38,6 +38,15 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class Output:
+    """What a module with parameters was given and returned; a projection has a weight matrix that mixes features."""
+
+    given: Tensor
+    out: Tensor
+    is_projection: bool
+
+
+@dataclass(frozen=True)
 class LayerTrace:
     """What one layer did with one batch.
 
@@ -46,21 +55,22 @@ class LayerTrace:
         keys: (B, H, T, D) as cached.
         values: (B, H, T, D) as cached.
         rotations: the tensors that went through a rotary function since the layer before.
-        projected: outputs of the parameterised modules that ran since the layer before.
+        outputs: of the modules with parameters that ran since the layer before.
     """
 
     layer_index: int
     keys: Tensor
     values: Tensor
     rotations: tuple[Rotation, ...]
-    projected: tuple[Tensor, ...]
+    outputs: tuple[Output, ...]
 
     def given_keys(self) -> tuple[Tensor, ...] | None:
         """What the rotary function was given as keys, (B, H, T, width), width at most D.
 
         Returns:
             The candidates (a function of queries and keys is given both), likeliest first. None where the layer provably does
-            not rotate: no rotary function ran, and every cached key is verbatim the output of a module with parameters.
+            not rotate: no rotary function ran, and every cached key is, bit for bit, the output of a projection, or of a norm
+            whose input is. (A norm alone proves nothing: it may be given keys that were rotated out of sight.)
 
         Raises:
             ValueError: neither holds; the message is the reason.
@@ -72,24 +82,41 @@ class LayerTrace:
                     return tuple(given.transpose(1, 2) if swapped else given for given in rotation.given)
         if self.rotations:
             raise ValueError("the cached keys are not what the rotary function returned: they are changed after the rotation")
-        if any(_holds(output, self.keys) for output in self.projected):
+        if self._is_projected(self.keys):
             return None
-        raise ValueError("keys reach the cache by a way that cannot be seen: no rotary function ran and no module made them")
+        for output in self.outputs:
+            if not output.is_projection and _holds(output.out, self.keys):
+                before = _by_head(output.given, self.keys)
+                if before is not None and self._is_projected(before):
+                    return None
+        raise ValueError(
+            "its keys reach the cache by a way that cannot be seen: no rotary function ran, no projection made them"
+        )
+
+    def _is_projected(self, keys: Tensor) -> bool:
+        return any(output.is_projection and _holds(output.out, keys) for output in self.outputs)
 
     def _is_cached(self, out: Tensor) -> bool:
         head = self.keys[..., : out.shape[-1]]
         return out.shape == head.shape and torch.equal(out, head)
 
 
+def _by_head(states: Tensor, keys: Tensor) -> Tensor | None:
+    """States of the keys' tokens as (B, slices, T, D), whatever the layout; None for what has no such layout."""
+    batch, _, n_tokens, head_dim = keys.shape
+    if states.shape == keys.shape:
+        return states
+    if states.dim() < 3 or states.shape[:2] != (batch, n_tokens) or states[0, 0].numel() % head_dim:
+        return None
+    return states.reshape(batch, n_tokens, -1, head_dim).transpose(1, 2)
+
+
 def _holds(output: Tensor, keys: Tensor) -> bool:
     """Whether every head's keys are, bit for bit, one slice of a module's output."""
-    if output.shape == keys.shape:
-        return torch.equal(output, keys)
-    batch, heads, n_tokens, head_dim = keys.shape
-    if output.dim() < 3 or output.shape[:2] != (batch, n_tokens) or output[0, 0].numel() % head_dim:
+    slices = _by_head(output, keys)
+    if slices is None:
         return False
-    slices = output.reshape(batch, n_tokens, -1, head_dim).transpose(1, 2)  # (B, slices, T, D)
-    for head in range(heads):
+    for head in range(keys.shape[1]):
         # The first token sorts the candidates out; the rest is compared where it agrees.
         same = (slices[0, :, 0] == keys[0, head, 0]).all(-1).nonzero().flatten().tolist()
         if not any(torch.equal(slices[:, index], keys[:, head]) for index in same):
@@ -113,18 +140,21 @@ def trace(model: Any, input_ids: Tensor, on_layer: Callable[[LayerTrace], None],
         UnsupportedModelError: from `on_layer`, or the model has no cache argument.
     """
     rotations: list[Rotation] = []
-    projected: list[Tensor] = []
+    outputs: list[Output] = []
 
     def on_update(layer_index: int, keys: Tensor, values: Tensor) -> None:
-        on_layer(LayerTrace(layer_index, keys, values, tuple(rotations), tuple(projected)))
+        on_layer(LayerTrace(layer_index, keys, values, tuple(rotations), tuple(outputs)))
         rotations.clear()
-        projected.clear()
+        outputs.clear()
 
-    def on_output(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point():
-            projected.append(output)
+    def on_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if given is not None and isinstance(out, Tensor) and out.is_floating_point():
+            outputs.append(Output(given, out, given.dim() == 3 and any(weight.dim() > 1 for weight in _own(module).values())))
 
-    handles = [module.register_forward_hook(on_output) for module in model.modules() if _makes_keys(module)]
+    handles = [
+        module.register_forward_hook(on_output, with_kwargs=True) for module in model.modules() if _may_make_keys(module)
+    ]
     try:
         with _LOCK, _recording(model, rotations):
             cache = caches.recording_cache(on_update)
@@ -134,9 +164,15 @@ def trace(model: Any, input_ids: Tensor, on_layer: Callable[[LayerTrace], None],
             handle.remove()
 
 
-def _makes_keys(module: nn.Module) -> bool:
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module itself; the weights of quantised projections are buffers."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def _may_make_keys(module: nn.Module) -> bool:
     """Whether a module has weights of its own, and is no rotary module (whose output may be rotated keys)."""
-    own = [*module._parameters, *module._buffers]
+    own = _own(module)
     return bool(own) and not any("inv_freq" in name for name in own) and "rotary" not in type(module).__name__.lower()
 
 
@@ -204,4 +240,4 @@ def refusal(model: Any, layer_index: int | None, reason: str) -> UnsupportedMode
     config = getattr(model, "config", None)
     family = getattr(config, "model_type", None) or type(model).__name__
     where = "all layers" if layer_index is None else f"layer {layer_index}"
-    return UnsupportedModelError(f"{family}, {where}: {reason}; kvfit has no proof that its keys are un-rotated right")
+    return UnsupportedModelError(f"{family}, {where}: {reason}; kvfit refuses what it cannot prove right")
