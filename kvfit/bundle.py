@@ -9,11 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import shutil
-import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -22,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvfit import manifest, shards, strict_json
+from kvfit import document, manifest, shards
 from kvfit.errors import BundleError
-from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec, SpecError, from_json, to_json
+from kvfit.folders import require_free, sync_folder, whole_folder, write_file
+from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec
 
 MAX_JSON = 64 << 20
 
@@ -46,7 +43,7 @@ class Bundle:
     """
 
     folder: Path
-    spec: MapperSpec
+    spec: MapperSpec = field(repr=False)
     recipe: dict[str, Any] = field(repr=False)
     solve: dict[str, Any] = field(repr=False)
     evaluation: dict[str, Any] | None = field(repr=False)
@@ -80,8 +77,8 @@ class Bundle:
             raise BundleError("no such folder")
         # Before anything else: a newer format may differ in all other respects.
         text = _read_small(folder, "mapper.json")
-        document = _parse("mapper.json", text)
-        _check_version(document)
+        parsed = document.parse("mapper.json", text)
+        document.check_version(parsed)
         digests = manifest.parse(_read_small(folder, manifest.MANIFEST, manifest.MAX_MANIFEST))
         manifest.check_folder(folder, digests)
         _check_digest("mapper.json", hashlib.sha256(text).hexdigest(), digests)
@@ -95,7 +92,7 @@ class Bundle:
                 tensors[tensor_name] = tensor
             if verify:
                 _check_digest(name, manifest.file_digest(folder / name), digests)
-        spec = _read_spec(folder, document, tensors)
+        spec = document.read_spec(folder, parsed, tensors)
         _check_tensors(spec, tensors)
         return cls(
             folder=folder,
@@ -158,7 +155,7 @@ class Bundle:
             with safe_open(path, framework="pt", device=str(place)) as stream:
                 stored = [stream.get_tensor(name) for name in names]
         except (OSError, SafetensorError) as error:
-            raise BundleError(f"bundle {self.folder}: file {file}: cannot be read ({_one_line(str(error))})") from None
+            raise BundleError(f"bundle {self.folder}: file {file}: cannot be read ({' '.join(str(error).split())})") from None
         for name, tensor in zip(names, stored, strict=True):
             if not bool(torch.isfinite(tensor).all()):
                 raise BundleError(f"bundle {self.folder}: file {file}, tensor {name}: holds NaN or infinite values; fit again")
@@ -206,22 +203,22 @@ def write_bundle(
     if spec.format_version != FORMAT_VERSION:
         raise BundleError(f"field format_version: found {spec.format_version}, needed {FORMAT_VERSION}")
     documents = {
-        "mapper.json": _spec_text(spec),
-        "recipe.json": _dump("recipe.json", recipe),
-        "solve.json": _dump("solve.json", solve),
+        "mapper.json": document.render(spec),
+        "recipe.json": document.dump("recipe.json", recipe),
+        "solve.json": document.dump("solve.json", solve),
     }
     if card is not None:
         documents["README.md"] = card.encode("utf-8")
     plan = shards.plan(shards.tensor_groups(spec), shard_bytes)
-    with _whole_folder(destination) as temporary:
-        digests = {name: _write(temporary / name, data) for name, data in documents.items()}
+    with whole_folder(destination) as temporary:
+        digests = {name: write_file(temporary / name, data) for name, data in documents.items()}
         tensors = _stream(spec, weights)
         for number, wanted in enumerate(plan, 1):
             name = shards.shard_name(number, len(plan))
             digests[name] = shards.write_shard(temporary / name, wanted, tensors)
         for extra, _ in tensors:
             raise BundleError(f"weights: found {extra} after the last layer of the spec, needed no more")
-        _write(temporary / manifest.MANIFEST, manifest.render(digests))
+        write_file(temporary / manifest.MANIFEST, manifest.render(digests))
 
 
 def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
@@ -241,7 +238,7 @@ def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
         if not manifest.is_extra(name):
             raise BundleError(f"bundle {path}: file {name[:100]!r}: cannot be added to a finished bundle")
         if name == "evaluation.json":
-            _check_evaluation(_parse(name, data))
+            _check_evaluation(document.parse(name, data))
         if os.path.lexists(path / name):
             manifest.check_regular(path, name)
     digests = manifest.parse(_read_small(path, manifest.MANIFEST, manifest.MAX_MANIFEST))
@@ -251,25 +248,15 @@ def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
     pending[manifest.MANIFEST] = manifest.render(updated)
     try:
         for name, data in pending.items():
-            _write(path / f".{name}{mark}", data)
+            write_file(path / f".{name}{mark}", data)
         for name in pending:  # insertion order: SHA256SUMS is last
             os.replace(path / f".{name}{mark}", path / name)
-        _sync_folder(path)
+        sync_folder(path)
     except OSError as error:
         raise BundleError(f"bundle {path}: files could not be added ({error.strerror or error})") from None
     finally:
         for name in pending:
             (path / f".{name}{mark}").unlink(missing_ok=True)
-
-
-def require_free(folder: str | Path) -> None:
-    """Refuse a destination that exists; for checking before long work.
-
-    Raises:
-        BundleError: something is there already.
-    """
-    if os.path.lexists(folder):
-        raise BundleError(f"bundle {folder}: already exists; choose another folder or remove it")
 
 
 def _stream(spec: MapperSpec, weights: Iterable[tuple[Kind, int, Tensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -304,51 +291,6 @@ def _stream(spec: MapperSpec, weights: Iterable[tuple[Kind, int, Tensor, Tensor]
         )
 
 
-def _spec_text(spec: MapperSpec) -> bytes:
-    try:
-        document = to_json(from_json(MapperSpec, to_json(spec)))  # what cannot be read again is not written
-    except SpecError as error:
-        raise BundleError(f"file mapper.json, {error}") from None
-    for role in ("source", "target"):
-        if _is_path(document[role]["ref"]):
-            raise BundleError(f"file mapper.json, field {role}.ref: found the path {document[role]['ref']!r}, needed a ref")
-        for index, table in enumerate(document[role]["rope"]["tables"]):
-            table["inverse_frequencies"] = shards.rope_name(role, index)
-    return _dump("mapper.json", document, sort_keys=False)
-
-
-def _read_spec(folder: Path, document: dict[str, Any], tensors: Mapping[str, shards.StoredTensor]) -> MapperSpec:
-    document = deepcopy(document)
-    for role in ("source", "target"):
-        for index, table in enumerate(_tables(document, role)):
-            name = shards.rope_name(role, index)
-            where = f"{role}.rope.tables[{index}].inverse_frequencies"
-            if not isinstance(table, dict) or table.get("inverse_frequencies") != name:
-                raise BundleError(f"file mapper.json, field {where}: needed the tensor name {name!r}")
-            tensor = tensors.get(name)
-            if tensor is None or tensor.spec.dtype != "F32" or len(tensor.spec.shape) != 1:
-                raise BundleError(f"file mapper.json, field {where}: the weight files hold no float32 vector {name}")
-            with open(folder / tensor.file, "rb") as stream:
-                stream.seek(tensor.start)
-                data = stream.read(tensor.end - tensor.start)
-            table["inverse_frequencies"] = list(struct.unpack(f"<{len(data) // 4}f", data))
-    try:
-        spec = from_json(MapperSpec, document)
-    except SpecError as error:
-        raise BundleError(f"file mapper.json, {_one_line(str(error))}") from None
-    for role, model in (("source", spec.source), ("target", spec.target)):
-        if _is_path(model.ref):
-            raise BundleError(f"file mapper.json, field {role}.ref: found the path {model.ref[:80]!r}, needed a ref")
-    return spec
-
-
-def _tables(document: dict[str, Any], role: str) -> list[Any]:
-    value: Any = document
-    for key in (role, "rope", "tables"):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, list) else []  # anything else is for from_json to name
-
-
 def _check_tensors(spec: MapperSpec, tensors: Mapping[str, shards.StoredTensor]) -> None:
     wanted = {}
     for group in shards.tensor_groups(spec):
@@ -369,41 +311,27 @@ def _check_tensors(spec: MapperSpec, tensors: Mapping[str, shards.StoredTensor])
         raise BundleError(f"file {tensors[name].file}, tensor {name[:80]!r}: not a tensor of this mapper")
 
 
-def _check_version(document: dict[str, Any]) -> None:
-    version = document.get("format_version")
-    if type(version) is not int or version < 1:
-        raise BundleError(
-            f"file mapper.json, field format_version: found {repr(version)[:40]}, needed an integer of at least 1"
-        )
-    if version > FORMAT_VERSION:
-        writer = repr(document.get("kvfit_version"))[:40]
-        raise BundleError(
-            f"file mapper.json, field format_version: found {version}, this kvfit reads up to {FORMAT_VERSION};"
-            f" kvfit {writer} wrote it and reads it: pip install -U kvfit-mappers"
-        )
-
-
 def _read_evaluation(folder: Path, digests: Mapping[str, str]) -> dict[str, Any] | None:
     if "evaluation.json" not in digests:
         return None
-    document = _read_json(folder, "evaluation.json", digests)
-    _check_evaluation(document)
-    return document
+    evaluation = _read_json(folder, "evaluation.json", digests)
+    _check_evaluation(evaluation)
+    return evaluation
 
 
-def _check_evaluation(document: dict[str, Any]) -> None:
-    if document.get("verdict") not in ("pass", "fail", "unknown"):
+def _check_evaluation(evaluation: dict[str, Any]) -> None:
+    if evaluation.get("verdict") not in ("pass", "fail", "unknown"):
         raise BundleError(
-            f"file evaluation.json, field verdict: found {repr(document.get('verdict'))[:80]}, needed pass, fail or unknown"
+            f"file evaluation.json, field verdict: found {repr(evaluation.get('verdict'))[:80]}, needed pass, fail or unknown"
         )
-    if not isinstance(document.get("weights_digest"), str):
+    if not isinstance(evaluation.get("weights_digest"), str):
         raise BundleError("file evaluation.json, field weights_digest: needed the digest of the weights that were evaluated")
 
 
 def _read_json(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
     data = _read_small(folder, name)
     _check_digest(name, hashlib.sha256(data).hexdigest(), digests)
-    return _parse(name, data)
+    return document.parse(name, data)
 
 
 def _read_small(folder: Path, name: str, limit: int = MAX_JSON) -> bytes:
@@ -415,23 +343,6 @@ def _read_small(folder: Path, name: str, limit: int = MAX_JSON) -> bytes:
     return data
 
 
-def _parse(name: str, data: bytes) -> dict[str, Any]:
-    try:
-        document = strict_json.loads(data)
-    except ValueError as error:
-        raise BundleError(f"file {name}: no strict JSON ({_one_line(str(error))})") from None
-    if not isinstance(document, dict):
-        raise BundleError(f"file {name}: found a {type(document).__name__}, needed an object")
-    return document
-
-
-def _dump(name: str, value: dict[str, Any], *, sort_keys: bool = True) -> bytes:
-    try:
-        return strict_json.dumps(value, sort_keys=sort_keys)
-    except ValueError as error:
-        raise BundleError(f"file {name}: cannot be written as strict JSON ({_one_line(str(error))})") from None
-
-
 def _check_digest(name: str, found: str, digests: Mapping[str, str]) -> None:
     if found != digests[name]:
         raise BundleError(
@@ -440,49 +351,6 @@ def _check_digest(name: str, found: str, digests: Mapping[str, str]) -> None:
         )
 
 
-def _is_path(ref: str) -> bool:
-    return "\\" in ref or ref.startswith(("/", ".", "~")) or ref.count("/") > 1
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:300]
-
-
 def _stamp(path: Path) -> tuple[int, int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-@contextmanager
-def _whole_folder(destination: Path) -> Iterator[Path]:
-    """A temporary sibling that becomes the destination when the block ends well, and vanishes when it does not."""
-    temporary = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _sync_folder(temporary)
-        require_free(destination)  # os.rename would take the place of an empty folder
-        os.rename(temporary, destination)
-        _sync_folder(destination.parent)
-    except OSError as error:
-        raise BundleError(f"bundle {destination}: cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _write(path: Path, data: bytes) -> str:
-    with open(path, "xb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return hashlib.sha256(data).hexdigest()
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name == "nt":
-        return  # a folder cannot be opened there
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

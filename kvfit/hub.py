@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvfit import manifest
 from kvfit.bundle import Bundle
-from kvfit.errors import BundleError, GateError, RefError
+from kvfit.errors import BundleError, GateError, KvfitError, RefError
 from kvfit.refs import is_path, is_repository, published_versions, split_ref
 from kvfit.registry import find_mapper
 
@@ -141,8 +141,10 @@ def _resolve_repository(name: str, revision: str | None, local_files_only: bool)
         raise explain(error, name, revision) from error
 
 
-def explain(error: Exception, name: str, revision: str | None = None) -> Exception:
-    """What an error of the Hub's client means for one repository: a RefError that says so, or the error itself."""
+def explain(error: Exception, name: str, revision: str | None = None) -> KvfitError:
+    """What an error of the Hub's client means for one repository."""
+    if isinstance(error, KvfitError):
+        return error
     from huggingface_hub import constants, errors
 
     at = f"{name}@{revision}" if revision else name
@@ -167,10 +169,8 @@ def explain(error: Exception, name: str, revision: str | None = None) -> Excepti
         return RefError(f"{at}: not in the local cache and {offline}; fetch it once with a connection")
     if status in (401, 403):
         return RefError(f"{name}: not authorised (HTTP {status}); {token} with rights for {name}")
-    if isinstance(error, errors.HfHubHTTPError | OSError | errors.HFValidationError):
-        text = " ".join(str(error).split())[:300]
-        return RefError(f"{at}: the Hub cannot be reached or refused ({type(error).__name__}: {text}); try again")
-    return error
+    text = " ".join(str(error).split())[:300]
+    return RefError(f"{at}: the Hub cannot be reached or refused ({type(error).__name__}: {text}); try again")
 
 
 def _has_token() -> bool:

@@ -26,6 +26,7 @@ else:
     import tomli as tomllib
 
 SCHEMA = 1
+SCORES = ("share_of_gap", "kl", "top1", "recall")
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
@@ -157,7 +158,7 @@ def list_mappers(source: str | None = None, target: str | None = None, *, folder
 
 
 def find_mapper(source: str, target: str, *, folder: Path | None = None) -> MapperEntry:
-    """The registered mapper of a pair: one that passed before others, then by gap recovered.
+    """The registered mapper of a pair: one that passed before others, then by share of gap.
 
     Raises:
         RefError: there is none; says which mappers of that source or target there are.
@@ -239,17 +240,26 @@ def make_entry(
 
 
 def scores(bundle: Bundle) -> tuple[tuple[str, float], ...]:
-    """The evaluation's scores where it is of these weights, then the mean holdout R2 of keys and of values."""
+    """What the evaluation of these weights found for the arm that it judged; then the mean holdout R2 of keys and of values."""
     found: list[tuple[str, float]] = []
-    if bundle.evaluation is not None and bundle.evaluation["weights_digest"] == bundle.weights_digest:
-        given = bundle.evaluation.get("scores")
-        for name, value in sorted(given.items()) if isinstance(given, dict) else ():
-            if type(value) in (int, float) and math.isfinite(value) and _NAME.fullmatch(name):
-                found.append((name, float(value)))
+    moved = judged_arm(bundle)
+    for name in SCORES:
+        value = moved.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):  # finite, as all of strict JSON
+            found.append((name, round(float(value), 6)))
     for kind in KINDS:
         values = [entry.r2_holdout for entry in bundle.spec.layers if entry.kind == kind]
         found.append((f"r2_{kind}", round(sum(values) / len(values), 6)))
     return tuple(found)
+
+
+def judged_arm(bundle: Bundle) -> dict[str, Any]:
+    """The evaluation's row of the arm that runs in use; empty without an evaluation of these weights."""
+    if bundle.evaluation is None or bundle.evaluation["weights_digest"] != bundle.weights_digest:
+        return {}
+    arms = bundle.evaluation.get("arms")
+    row = arms.get("handoff") if isinstance(arms, dict) else None
+    return row if isinstance(row, dict) else {}
 
 
 def render_entry(entry: MapperEntry) -> str:
@@ -287,4 +297,4 @@ def _matches(pin: ModelPin, ref: str | None) -> bool:
 
 def _rank(entry: MapperEntry) -> tuple[str, str, int, float, str]:
     verdict = ("pass", "unknown", "fail").index(entry.verdict)
-    return entry.source.ref, entry.target.ref, verdict, -dict(entry.scores).get("gap_recovered", -math.inf), entry.name
+    return entry.source.ref, entry.target.ref, verdict, -dict(entry.scores).get("share_of_gap", -math.inf), entry.name
