@@ -116,8 +116,8 @@ def _title(bundle: Bundle) -> str:
     return (
         f"# {_name(source)} → {_name(target)}\n\n"
         f"A [kvfit](https://pypi.org/project/kvfit-mappers/) mapper: it turns the KV cache of `{source.ref}`\n"
-        f"into one for `{target.ref}`, so that the target goes on with a conversation without prefilling it. A linear map per layer;\n"
-        "no model was trained or changed.\n\n"
+        f"into one for `{target.ref}`, so that the target goes on with a conversation without prefilling it.\n"
+        "A linear map per layer; no model was trained or changed.\n\n"
         f"Verdict of the evaluation: **{bundle.verdict}**."
     )
 

@@ -6,10 +6,24 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvfit import card, manifest
 from kvfit.bundle import Bundle
+
+Status = Literal["pushed", "unchanged", "proposed", "checked"]
+
+
+@dataclass(frozen=True)
+class Published:
+    """What became of a release at the place where it was to go; see `kvfit.push.PushResult`."""
+
+    status: Status
+    tag: str | None
+    commit: str | None
+    url: str
+    tags: tuple[str, ...]
+    changed: tuple[str, ...]
 
 
 @dataclass(frozen=True)
