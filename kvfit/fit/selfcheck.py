@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit.probe import plane_error, tolerance
+from kvfit.probe import Probe, plane_error, tolerance
 from kvfit.rope import angles, rotate, unrotate
 from kvfit.spec import ModelSpec
 from kvfit.trace import LayerTrace, refusal, trace
 
 
 @torch.no_grad()
-def self_check(model: Any, spec: ModelSpec, input_ids: Tensor) -> None:
+def self_check(model: Any, spec: ModelSpec | Probe, input_ids: Tensor) -> None:
     """Compare, layer by layer, what `spec` says about the rotation with what the model does on one batch.
 
     For every layer: the un-rotated keys are what the model gave its rotary function, rotating them again gives the cached
@@ -22,7 +22,7 @@ def self_check(model: Any, spec: ModelSpec, input_ids: Tensor) -> None:
 
     Args:
         model: the loaded model that `spec` describes.
-        spec: from `describe_model`, or read from a bundle.
+        spec: from `describe_model` or `probe`, or read from a bundle.
         input_ids: (B, T), unpadded; a longer batch proves more positions.
 
     Raises:
@@ -50,7 +50,7 @@ def self_check(model: Any, spec: ModelSpec, input_ids: Tensor) -> None:
             raise refusal(model, layer_index, f"the layer cached keys {seen.count(layer_index)} times in one pass, needed once")
 
 
-def _fault(event: LayerTrace, spec: ModelSpec) -> str | None:
+def _fault(event: LayerTrace, spec: ModelSpec | Probe) -> str | None:
     """What is wrong with one layer, None for nothing."""
     table = spec.rope.table(event.layer_index)
     try:
