@@ -13,7 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfit.decoder import family, layer_devices, unwrapped
 from kvfit.errors import MismatchError, UnsupportedModelError
+
+__all__ = [
+    "append",
+    "cache_argument",
+    "cache_length",
+    "crop",
+    "forward",
+    "full_cache",
+    "generate",
+    "layer_devices",
+    "layer_windows",
+    "new_cache",
+    "read_cache",
+    "recording_cache",
+    "unwrapped",
+]
 
 Pair = tuple[Tensor, Tensor]
 
@@ -28,8 +45,9 @@ def cache_argument(model: Any) -> str:
     for name in ("cache", "past_key_values"):
         if name in parameters:
             return name
-    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    raise UnsupportedModelError(f"{family}: forward takes neither cache= nor past_key_values=; needed a model with a KV cache")
+    raise UnsupportedModelError(
+        f"{family(model)}: forward takes neither cache= nor past_key_values=; needed a model with a KV cache"
+    )
 
 
 def read_cache(cache: Any) -> list[Pair]:
@@ -178,11 +196,6 @@ def crop(cache: Any, length: int) -> None:
             layer.cumulative_length = length
 
 
-def unwrapped(model: Any) -> Any:
-    """The module behind `torch.compile`'s wrapper; any other model as it is."""
-    return getattr(model, "_orig_mod", model)
-
-
 @torch.no_grad()
 def forward(
     model: Any,
@@ -242,7 +255,7 @@ def forward(
 def _base(model: Any) -> Any:
     base = getattr(model, "base_model", model)
     if "logits_to_keep" in inspect.signature(base.forward).parameters:
-        raise UnsupportedModelError(f"{model.config.model_type}: found no base model without a language-model head")
+        raise UnsupportedModelError(f"{family(model)}: found no base model without a language-model head")
     return base
 
 

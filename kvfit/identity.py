@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvfit import cache as caches
+from kvfit.decoder import family, layer_path, loaded_tensor, text_config, unwrapped
 from kvfit.errors import MismatchError, UnsupportedModelError
-from kvfit.probe import probe, rotary_tables, text_config
+from kvfit.probe import probe, rotary_tables
 from kvfit.spec import ModelSpec
 
 _SAMPLES = 64
@@ -38,7 +39,7 @@ def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None
     return ModelSpec(
         ref=ref,
         revision=revision,
-        family=str(model.config.model_type),
+        family=family(model),
         n_layers=seen.n_layers,
         n_heads=seen.n_heads,
         head_dim=seen.head_dim,
@@ -66,9 +67,9 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
     Raises:
         MismatchError: names the field.
     """
-    model = caches.unwrapped(model)
+    model = unwrapped(model)
     config = text_config(model)
-    _compare(spec, "family", spec.family, str(model.config.model_type))
+    _compare(spec, "family", spec.family, family(model))
     _compare(spec, "n_layers", spec.n_layers, int(config.num_hidden_layers))
     _compare(spec, "n_query_heads", spec.n_query_heads, int(config.num_attention_heads))
     heads, head_dim = _configured_heads(config)
@@ -125,7 +126,7 @@ def weight_fingerprint(model: Any) -> str:
     Raises:
         UnsupportedModelError: the weights are not in memory (meta device, offloaded to disk).
     """
-    model = caches.unwrapped(model)
+    model = unwrapped(model)
     parts: list[Tensor] = []
     for tensor in _weights(model):
         flat = tensor.detach().reshape(-1)
@@ -150,37 +151,22 @@ def weight_fingerprint(model: Any) -> str:
 
 def _weights(model: Any) -> Iterator[Tensor]:
     """Embedding and decoder layers' tensors, in an order that does not depend on the prefix of their names."""
-    yield _loaded(model, model.get_input_embeddings(), "weight")
+    yield loaded_tensor(model, model.get_input_embeddings(), "weight")
     layers: dict[int, list[tuple[str, Any, str]]] = {}
     for path, module in model.named_modules():
-        found = re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)(.*)", path)
-        if found is None or re.search(r"vision|visual|audio|encoder", path) or "expert" in path:
+        found = layer_path(path)
+        if found is None or "expert" in path:
             continue
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.numel() and "inv_freq" not in name and "expert" not in name:
-                layers.setdefault(int(found[1]), []).append((f"{found[2]}.{name}", module, name))
+                layers.setdefault(found[0], []).append((f"{found[1]}.{name}", module, name))
     if not layers:
         raise UnsupportedModelError(
-            f"{model.config.model_type}: found no decoder layers by name, needed their weights to identify them"
+            f"{family(model)}: found no decoder layers by name, needed their weights to identify the model"
         )
     for layer_index in sorted(layers):
         for _, module, name in sorted(layers[layer_index], key=lambda item: item[0]):
-            yield _loaded(model, module, name)
-
-
-def _loaded(model: Any, module: Any, name: str) -> Tensor:
-    """A parameter or buffer; where accelerate offloaded it, the copy that it keeps."""
-    tensor: Tensor = getattr(module, name)
-    if not tensor.is_meta:
-        return tensor
-    hook = getattr(module, "_hf_hook", None)
-    for part in getattr(hook, "hooks", (hook,)):
-        weights = getattr(part, "weights_map", None)
-        if weights is not None:
-            return torch.as_tensor(weights[name])
-    raise UnsupportedModelError(
-        f"{model.config.model_type}: found {type(module).__name__}.{name} on the meta device, needed loaded weights to identify"
-    )
+            yield loaded_tensor(model, module, name)
 
 
 # What the values of a configuration mean for the arithmetic, by the words in their names. The rest (token ids, dropout,

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from kvfit import cache as caches
+from kvfit.decoder import text_config, unwrapped
 from kvfit.errors import KvfitError
 from kvfit.rope import angles, rotate
 from kvfit.spec import Pairing, RopeSpec, RopeTable
@@ -134,7 +134,7 @@ def refuse_by_name(model: Any) -> None:
     Raises:
         UnsupportedModelError: names family, layer and reason.
     """
-    if caches.unwrapped(model) is not model or getattr(model, "_compiled_call_impl", None) is not None:
+    if unwrapped(model) is not model or getattr(model, "_compiled_call_impl", None) is not None:
         raise refusal(model, None, "the model is compiled and cannot be watched: pass the model before torch.compile")
     if any(hasattr(module, "lora_A") or hasattr(module, "base_layer") for module in model.modules()):
         raise refusal(model, None, "the model carries an adapter: merge it first (merge_and_unload) and save the result")
@@ -158,11 +158,6 @@ def refuse_by_name(model: Any) -> None:
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
             if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
                 raise refusal(model, None, f"{kind} rotary frequencies depend on the longest position of each call")
-
-
-def text_config(model: Any) -> Any:
-    """The configuration of the decoder."""
-    return model.config.get_text_config(decoder=True)
 
 
 def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kvfit import cache as caches
+from kvfit.decoder import family
 from kvfit.errors import UnsupportedModelError
 
 _ROTARY_FUNCTION = re.compile(r"apply.*(rotary|rope)", re.IGNORECASE)
@@ -237,7 +238,5 @@ def _is_states(value: Any) -> bool:
 
 def refusal(model: Any, layer_index: int | None, reason: str) -> UnsupportedModelError:
     """The error for a model that cannot be described or proved: names family, layer (None: all) and reason."""
-    config = getattr(model, "config", None)
-    family = getattr(config, "model_type", None) or type(model).__name__
     where = "all layers" if layer_index is None else f"layer {layer_index}"
-    return UnsupportedModelError(f"{family}, {where}: {reason}; kvfit refuses what it cannot prove right")
+    return UnsupportedModelError(f"{family(model)}, {where}: {reason}; kvfit refuses what it cannot prove right")

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from kvfit import cache as caches
+from kvfit.decoder import family, text_config
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit.models import Loaded, Options, load
 from kvfit.fit.selfcheck import self_check
 from kvfit.identity import quantisation
-from kvfit.probe import Probe, probe, text_config
+from kvfit.probe import Probe, probe
 from kvfit.spec import RopeTable
 
 _N_TOKENS = 1200  # the self-check reaches past position 1,000, where a slightly wrong frequency shows
@@ -111,7 +112,7 @@ def inspect_model(model_or_ref: Any, *, ref: str | None = None, options: Options
     heads = getattr(config, "num_attention_heads", None)
     report = Inspection(
         ref=ref or type(model).__name__,
-        family=str(model.config.model_type),
+        family=family(model),
         supported=False,
         reason=None,
         cache_argument=None,

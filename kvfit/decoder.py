@@ -1,0 +1,81 @@
+"""The decoder inside a loaded model: its configuration, its layers by name, and where their weights are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import UnsupportedModelError
+
+# Families call their list of layers one of these; parts for images and sound have lists of the same name.
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)(.*)")
+_OTHER_PART = re.compile(r"vision|visual|image|audio|encoder")
+
+
+def unwrapped(model: Any) -> Any:
+    """The module behind `torch.compile`'s wrapper; any other model as it is."""
+    return getattr(model, "_orig_mod", model)
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def family(model: Any) -> str:
+    """Transformers' ``model_type``, or the class name of what has none."""
+    return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
+
+
+def layer_path(path: str) -> tuple[int, str] | None:
+    """Decoder layer number and remaining path of a module's or weight's name; None for what is outside the layers."""
+    found = _LAYER.search(path)
+    return None if found is None or _OTHER_PART.search(path) else (int(found[1]), found[2])
+
+
+def loaded_tensor(model: Any, module: Any, name: str) -> Tensor:
+    """A parameter or buffer; where accelerate offloaded it, the copy that it keeps.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    tensor: Tensor = getattr(module, name)
+    if not tensor.is_meta:
+        return tensor
+    for hook in _hooks(module):
+        weights = getattr(hook, "weights_map", None)
+        if weights is not None:
+            return torch.as_tensor(weights[name])
+    raise UnsupportedModelError(
+        f"{family(model)}: found {type(module).__name__}.{name} on the meta device, needed loaded weights to identify the model"
+    )
+
+
+def layer_devices(model: Any, n_layers: int) -> list[torch.device]:
+    """The device that each decoder layer runs on; the model's own for layers that cannot be found by name."""
+    devices: dict[int, torch.device] = {}
+    for path, module in unwrapped(model).named_modules():
+        found = layer_path(path)
+        if found is None or found[0] in devices:
+            continue
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                devices.setdefault(found[0], _running_device(module, tensor))
+    fallback = next(iter(devices.values()), torch.device("cpu"))
+    return [devices.get(layer_index, fallback) for layer_index in range(n_layers)]
+
+
+def _running_device(module: Any, tensor: Tensor) -> torch.device:
+    for hook in _hooks(module):  # an offloaded weight is elsewhere until its layer runs
+        execution = getattr(hook, "execution_device", None)
+        if execution is not None:
+            return torch.device(execution)
+    return tensor.device
+
+
+def _hooks(module: Any) -> tuple[Any, ...]:
+    hook = getattr(module, "_hf_hook", None)
+    return tuple(getattr(hook, "hooks", (hook,)))
