@@ -46,7 +46,7 @@ def cache_argument(model: Any) -> str:
         if name in parameters:
             return name
     raise UnsupportedModelError(
-        f"{family(model)}: forward takes neither cache= nor past_key_values=; needed a model with a KV cache"
+        f"{family(model)}: forward takes neither cache= nor past_key_values=, needed a model with a cache"
     )
 
 
@@ -289,12 +289,3 @@ def generate(model: Any, input_ids: Tensor, cache: Any, **kwargs: Any) -> Any:
             f"attention_mask: found shape {tuple(mask.shape)}, needed {tuple(input_ids.shape)}: the whole prompt"
         )
     return model.generate(input_ids, attention_mask=mask, **{cache_argument(model): cache}, **kwargs)
-
-
-def layer_devices(model: Any, n_layers: int) -> list[torch.device]:
-    """The device that each decoder layer's cache belongs to; one device for all unless the model is spread by a device map."""
-    first = next(model.parameters()).device
-    layers = getattr(getattr(model, "base_model", model), "layers", None)
-    if layers is None or len(layers) != n_layers or not getattr(model, "hf_device_map", None):
-        return [first] * n_layers
-    return [next(layer.parameters(), torch.empty(0, device=first)).device for layer in layers]

@@ -161,9 +161,7 @@ def _weights(model: Any) -> Iterator[Tensor]:
             if tensor is not None and tensor.numel() and "inv_freq" not in name and "expert" not in name:
                 layers.setdefault(found[0], []).append((f"{found[1]}.{name}", module, name))
     if not layers:
-        raise UnsupportedModelError(
-            f"{family(model)}: found no decoder layers by name, needed their weights to identify the model"
-        )
+        raise UnsupportedModelError(f"{family(model)}: found no decoder layers by name, needed their weights as identity")
     for layer_index in sorted(layers):
         for _, module, name in sorted(layers[layer_index], key=lambda item: item[0]):
             yield loaded_tensor(model, module, name)
