@@ -26,7 +26,6 @@ _HOMES = {
 __all__ = ["Handoff", "Mapper", "__version__", "handoff", "load_mapper"]
 
 
-
 class _Package(types.ModuleType):
     """The package, with lazy public names.
 

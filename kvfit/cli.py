@@ -21,51 +21,39 @@ except ModuleNotFoundError:  # the runtime alone has no command line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "kib": 1 << 10, "m": 10**6, "mb": 10**6, "mib": 1 << 20, "g": 10**9, "gb": 10**9, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+_UNITS = {"": 1, "b": 1} | {
+    name: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for name, base in ((letter, 1000), (f"{letter}b", 1000), (f"{letter}ib", 1024))
+}
 
 
-class Size(click.ParamType):
+def _size(_context: click.Context, _option: click.Parameter, value: str) -> int:
     """Bytes, written as ``64MiB``, ``2GiB`` or a plain number."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
-            self.fail(f"found {value!r}, needed a size such as 64MiB or 2GiB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise click.BadParameter(f"found {value!r}, needed a size such as 64MiB or 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-class TopK(click.ParamType):
-    """A number of source layers, ``all`` or ``auto``."""
-
-    name = "number|all|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        if isinstance(value, int) or value in ("all", "auto"):
-            return value  # type: ignore[no-any-return]
-        if not value.isdigit() or int(value) < 1:
-            self.fail(f"found {value!r}, needed a number of 1 or more, all or auto", param, ctx)
-        return int(value)
+def _top_k(_context: click.Context, _option: click.Parameter, value: str) -> int | str:
+    if value in ("all", "auto"):
+        return value
+    if not value.isdigit() or int(value) < 1:
+        raise click.BadParameter(f"found {value!r}, needed a number of 1 or more, all or auto")
+    return int(value)
 
 
-class Penalty(click.ParamType):
-    """A number of 0 or more, or ``auto``."""
-
-    name = "number|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
-        if value == "auto":
-            return "auto"
-        try:
-            number = float(value)
-        except ValueError:
-            number = -1.0
-        if not 0 <= number < float("inf"):
-            self.fail(f"found {value!r}, needed a number of 0 or more, or auto", param, ctx)
-        return number
+def _penalty(_context: click.Context, _option: click.Parameter, value: str) -> float | str:
+    if value == "auto":
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise click.BadParameter(f"found {value!r}, needed a number of 0 or more, or auto")
+    return number
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110})
@@ -112,7 +100,11 @@ def _text_options(default: str) -> Callable[[F], F]:
             click.option("--split", default="train", help="Split of the dataset."),
             click.option("--dataset-revision", help="Commit, tag or branch of a Hub dataset."),
             click.option("--dataset-config", help="Configuration of a Hub dataset."),
-            click.option("--dataset", default=default, help="Hub dataset, or .jsonl, .parquet, .txt file or folder, or demo:text, demo:heldout."),
+            click.option(
+                "--dataset",
+                default=default,
+                help="Hub dataset, or .jsonl, .parquet, .txt file or folder, or demo:text, demo:heldout.",
+            ),
         ):
             function = option(function)
         return function
@@ -124,12 +116,18 @@ def _text(values: dict[str, Any]) -> Any:
     from kvfit.fit.text import TextOptions
 
     return TextOptions(
-        values.pop("dataset"), values.pop("dataset_config"), values.pop("dataset_revision"), values.pop("split"), values.pop("text_column")
+        values.pop("dataset"),
+        values.pop("dataset_config"),
+        values.pop("dataset_revision"),
+        values.pop("split"),
+        values.pop("text_column"),
     )
 
 
 @cli.command()
-@click.option("--out", default="demo-out", type=click.Path(), help="Folder for the store, the bundle and the picture; must not exist.")
+@click.option(
+    "--out", default="demo-out", type=click.Path(), help="Folder for the store, the bundle and the picture; must not exist."
+)
 @json_option
 def demo(out: str, as_json: bool) -> None:
     """Capture, solve, evaluate and hand over on the built-in pair, offline."""
@@ -152,7 +150,9 @@ def demo(out: str, as_json: bool) -> None:
 @click.option("--pack", is_flag=True, help="Join documents and cut them; default: one sequence per document.")
 @click.option("--inputs", type=click.Choice(["same", "both"]), default="same", help="both: also keep keys by values.")
 @click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
-@click.option("--memory-budget", type=Size(), default="2GiB", help="Memory for statistics, beyond the models.")
+@click.option(
+    "--memory-budget", callback=_size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
+)
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
 @click.option("--source-revision", help="Commit, tag or branch of the source.")
 @click.option("--target-revision", help="Commit, tag or branch of the target.")
@@ -166,22 +166,53 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
     text, loading = _text(values), _loading(values)
     revisions = (values.pop("source_revision"), values.pop("target_revision"))
     rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume")}
-    _say(verb.capture(source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest), as_json)
+    _say(
+        verb.capture(
+            source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest
+        ),
+        as_json,
+    )
 
 
 @cli.command()
 @click.argument("store", type=click.Path())
 @click.option("--out", required=True, type=click.Path(), help="The bundle's folder; must not exist.")
-@click.option("--top-k", type=TopK(), default="all", help="Source layers that each target layer reads.")
+@click.option(
+    "--top-k", callback=_top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
+)
 @click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen.")
 @click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers.")
-@click.option("--penalty", type=Penalty(), default="auto", help="Ridge penalty; auto chooses per kind and layer on the holdout split.")
-@click.option("--penalty-scale", type=click.Choice(["mean-variance", "covariance", "scatter"]), default="mean-variance", help="What the penalty multiplies.")
-@click.option("--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one.")
-@click.option("--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values.")
-@click.option("--gain", type=click.Choice(["variance", "head", "none"]), default="variance", help="Give predictions the target's variance.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="Of the stored weights.")
-@click.option("--recipe", type=click.Choice(["heo2026"]), help="A recipe of the literature; replaces all options above but --dtype.")
+@click.option(
+    "--penalty",
+    callback=_penalty,
+    metavar="NUMBER|auto",
+    default="auto",
+    help="Ridge penalty; auto chooses per kind and layer on the holdout split.",
+)
+@click.option(
+    "--penalty-scale",
+    type=click.Choice(["mean-variance", "covariance", "scatter"]),
+    default="mean-variance",
+    help="What the penalty multiplies.",
+)
+@click.option(
+    "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
+)
+@click.option(
+    "--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values."
+)
+@click.option(
+    "--gain",
+    type=click.Choice(["variance", "head", "none"]),
+    default="variance",
+    help="Give predictions the target's variance.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="Of the stored weights."
+)
+@click.option(
+    "--recipe", type=click.Choice(["heo2026"]), help="A recipe of the literature; replaces all options above but --dtype."
+)
 @click.option("--device", default="cpu", help="Where the linear algebra runs.")
 @click.option("--plots", is_flag=True, help="Also draw the R2 map and the curves per layer into the bundle.")
 @json_option

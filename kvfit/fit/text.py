@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfit.demo import TEXTS, demo_path
-from kvfit.errors import RefError, TextError
+from kvfit.errors import KvfitError, RefError, TextError
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu"
 DEFAULT_CONFIG = "sample-10BT"
@@ -92,8 +92,8 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
             attempt += 1
             if attempt > RETRIES or not isinstance(error, OSError | ConnectionError | TimeoutError):
                 raise TextError(
-                    f"{options.dataset}: found {type(error).__name__} at document {position} ({_line(error)}), needed readable text: "
-                    f"resume the capture later with --resume"
+                    f"{options.dataset}: found {type(error).__name__} at document {position} ({_line(error)}), needed readable "
+                    f"text: resume the capture later with --resume"
                 ) from error
             time.sleep(min(2**attempt, 30))
             rows = iter(_open(options).skip(position))
@@ -102,8 +102,8 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
         text = row.get(options.column)
         if not isinstance(text, str):
             raise TextError(
-                f"{options.dataset}: found columns {', '.join(map(str, row))} in document {position}, needed text in {options.column!r}: "
-                f"pass --text-column"
+                f"{options.dataset}: found columns {', '.join(map(str, row))} in document {position}, needed text in "
+                f"{options.column!r}: pass --text-column"
             )
         position += 1
         yield text
@@ -122,11 +122,18 @@ def _open(options: TextOptions) -> Any:
             extra = {"sample_by": "document"} if kind == "text" else {}
             return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **extra)
         if options.dataset.startswith((".", "/", "~")) or options.dataset.count("/") != 1:
-            raise RefError(f"{options.dataset}: found no such file or folder, needed a .jsonl, .parquet or .txt file, or a dataset org/name")
+            raise RefError(
+                f"{options.dataset}: found no such file or folder, needed a .jsonl, .parquet or .txt file, or a "
+                f"dataset org/name"
+            )
         config = options.config or (DEFAULT_CONFIG if options.dataset == DEFAULT_DATASET else None)
         return datasets.load_dataset(options.dataset, config, revision=options.revision, split=options.split, streaming=True)
+    except KvfitError:
+        raise
     except (OSError, ValueError) as error:
-        raise RefError(f"{options.dataset}: found no readable dataset ({_line(error)}), needed one: check its name, or pass a local file") from error
+        raise RefError(
+            f"{options.dataset}: found no readable dataset ({_line(error)}), needed one: check its name, or pass a local file"
+        ) from error
 
 
 def _files(path: Path) -> tuple[str, list[str]]:
@@ -134,7 +141,10 @@ def _files(path: Path) -> tuple[str, list[str]]:
     found = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in kinds)
     suffixes = {kinds.get(p.suffix, "") for p in found}
     if len(suffixes) != 1 or "" in suffixes:
-        raise TextError(f"{path}: found {', '.join(sorted({p.suffix or p.name for p in found})) or 'nothing'}, needed files of one kind: {', '.join(kinds)}")
+        raise TextError(
+            f"{path}: found {', '.join(sorted({p.suffix or p.name for p in found})) or 'nothing'}, needed files of one kind: "
+            f"{', '.join(kinds)}"
+        )
     return suffixes.pop(), [str(p) for p in found]
 
 
@@ -198,8 +208,8 @@ def _check_unchanged(options: TextOptions, tokenizer: Any, seq_len: int, cursor:
 
 def _changed(options: TextOptions, number: int) -> str:
     return (
-        f"{options.dataset}: found other text in document {number} than when the capture began, needed the same: pin the dataset with "
-        f"--dataset-revision and capture into a new store"
+        f"{options.dataset}: found other text in document {number} than when the capture began, needed the same: pin the dataset "
+        f"with --dataset-revision and capture into a new store"
     )
 
 

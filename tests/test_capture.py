@@ -1,0 +1,224 @@
+"""Capture: the store's moments against the models run one sequence at a time, by hand, in float64."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvfit.errors import MismatchError, StoreError, TextError
+from kvfit.fit import models
+from kvfit.fit.capture import Options, capture
+from kvfit.fit.store import Store
+from kvfit.fit.text import TextOptions, sequences
+
+TEXT = TextOptions("demo:text")
+SMALL = Options(num_sequences=12, seq_len=64, token_stride=3, skip_tokens=1, holdout=0.25, stats_dtype="float64")
+Loader = Callable[[Path | str], Any]
+FLOAT32 = (models.Options(dtype="float32", device="cpu"),) * 2
+
+
+@pytest.fixture(scope="module")
+def store(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("capture") / "pair.zarr"
+    captured = capture(
+        str(tiny_pair[0]), str(tiny_pair[1]), out, text=TEXT, options=SMALL, loading=FLOAT32, batch_size=5, progress=False
+    )
+    assert captured.tokens == 12 * 21
+    return out
+
+
+def activations(model: Any, ids: list[int]) -> dict[str, list[torch.Tensor]]:
+    """Keys before the rotary function and values, from hooks on the model's own projections, (T, F) per layer in float64."""
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    hooks = []
+    for layer in model.model.layers:
+        hooks.append(layer.self_attn.k_norm.register_forward_hook(lambda _m, _i, out: keys.append(out[0].flatten(1).double())))
+        hooks.append(layer.self_attn.v_proj.register_forward_hook(lambda _m, _i, out: values.append(out[0].double())))
+    with torch.no_grad():
+        model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    return {"keys": keys, "values": values}
+
+
+def test_moments_equal_a_float64_oracle(store: Path, tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    source, target = (load(folder) for folder in tiny_pair)
+    found = Store.open(store)
+    rows: dict[str, list[tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor]]]]] = {"fit": [], "holdout": []}
+    for index, sequence in zip(range(12), sequences(TEXT, source.tokenizer, seq_len=64), strict=False):
+        rows[SMALL.split(index)].append((activations(source.model, sequence.ids), activations(target.model, sequence.ids)))
+    assert [len(rows[split]) for split in ("fit", "holdout")] == [9, 3]
+    for split in ("fit", "holdout"):
+        assert found.count(split) == 21 * len(rows[split])
+        for kind in ("keys", "values"):
+            for a, t in ((0, 3), (2, 0), (1, 1)):
+                x = torch.cat([one[kind][a][1::3] for one, _ in rows[split]])
+                y = torch.cat([other[kind][t][1::3] for _, other in rows[split]])
+                x2 = torch.cat([one[kind][2][1::3] for one, _ in rows[split]])
+                assert_close(found.source_mean(split, (kind, a)), x.mean(0))
+                assert_close(found.target_mean(split, (kind, t)), y.mean(0))
+                x, y, x2 = x - x.mean(0), y - y.mean(0), x2 - x2.mean(0)
+                assert_close(found.source_scatter(split, (kind, a), (kind, 2)), x.T @ x2)
+                assert_close(found.cross_scatter(split, (kind, a), (kind, t)), x.T @ y)
+                assert_close(found.target_scatter(split, (kind, t)), y.square().sum(0))
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    # The models run in float32 in other batch sizes than the oracle's, which rounds differently; the sums add nothing to that.
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-6
+
+
+def test_the_oracle_can_tell(store: Path, tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    """Negative control: rotated keys instead of un-rotated ones are far from what the store holds."""
+    source = load(tiny_pair[0])
+    found = Store.open(store)
+    total = torch.zeros(32, dtype=torch.float64)
+    count = 0
+    for index, sequence in zip(range(12), sequences(TEXT, source.tokenizer, seq_len=64), strict=False):
+        if SMALL.split(index) == "fit":
+            with torch.no_grad():
+                out = source.model(torch.tensor([sequence.ids]), use_cache=True)
+            cache = out.cache if "cache" in out else out.past_key_values
+            keys = cache.layers[0].keys[0].transpose(0, 1).flatten(1).double()[1::3]
+            total += keys.sum(0)
+            count += len(keys)
+    assert count == found.count("fit")
+    mean = total / count
+    assert float((found.source_mean("fit", ("keys", 0)) - mean).norm() / mean.norm()) > 0.05
+
+
+def test_batch_size_does_not_matter(store: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    capture(
+        str(tiny_pair[0]),
+        str(tiny_pair[1]),
+        tmp_path / "b.zarr",
+        text=TEXT,
+        options=SMALL,
+        loading=FLOAT32,
+        batch_size=1,
+        progress=False,
+    )
+    one, other = Store.open(store), Store.open(tmp_path / "b.zarr")
+    for split in ("fit", "holdout"):
+        a, b = one.cross_scatter(split, ("keys", 1), ("keys", 2)), other.cross_scatter(split, ("keys", 1), ("keys", 2))
+        assert float((a - b).norm() / a.norm()) < 2e-6
+
+
+def test_an_interrupted_capture_ends_with_the_same_bits(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped at every forward pass in turn, resumed each time; commits fall inside batches of both splits too."""
+    from kvfit.fit import capture as module
+
+    options = Options(num_sequences=16, seq_len=48, token_stride=1, holdout=0.4)
+    arguments = {
+        "text": TEXT,
+        "options": options,
+        "loading": FLOAT32,
+        "batch_size": 3,
+        "memory_budget": 1 << 20,
+        "progress": False,
+    }
+    # A buffer of a few dozen tokens, so that every addition commits the one before.
+    monkeypatch.setattr("kvfit.fit.accumulate.LARGEST_BUFFER", 100)
+    capture(str(tiny_pair[0]), str(tiny_pair[1]), tmp_path / "whole.zarr", **arguments)
+    plain = module._Runner.__call__
+    out, stops, finished = tmp_path / "torn.zarr", 0, False
+    while not finished:
+        calls = 0
+
+        def tripped(self: Any, ids: torch.Tensor) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 5:
+                raise KeyboardInterrupt
+            return plain(self, ids)
+
+        monkeypatch.setattr(module._Runner, "__call__", tripped)
+        try:
+            capture(str(tiny_pair[0]), str(tiny_pair[1]), out, resume=out.exists(), **arguments)
+            finished = True
+        except KeyboardInterrupt:
+            stops += 1
+        assert stops < 20
+    assert stops >= 2
+    one, other = Store.open(tmp_path / "whole.zarr"), Store.open(out)
+    for split in ("fit", "holdout"):
+        assert one.count(split) == other.count(split)
+        for i in range(3):
+            assert torch.equal(
+                one.source_scatter(split, ("values", 0), ("values", i)),
+                other.source_scatter(split, ("values", 0), ("values", i)),
+            )
+            assert torch.equal(
+                one.cross_scatter(split, ("keys", i), ("keys", 1)), other.cross_scatter(split, ("keys", i), ("keys", 1))
+            )
+
+
+def test_resuming_with_another_recipe_names_the_field(tiny_pair: tuple[Path, Path], store: Path) -> None:
+    other = Options(**{**SMALL.__dict__, "token_stride": 2})
+    with pytest.raises(StoreError, match=r"token_stride"):
+        capture(
+            str(tiny_pair[0]), str(tiny_pair[1]), store, text=TEXT, options=other, loading=FLOAT32, resume=True, progress=False
+        )
+
+
+def test_text_shorter_than_a_sequence_leaves_nothing_behind(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "short.jsonl"
+    path.write_text(json.dumps({"text": "too short"}) + "\n")
+    with pytest.raises(TextError, match=r"found no document of 64 tokens, needed some"):
+        capture(
+            str(tiny_pair[0]),
+            str(tiny_pair[1]),
+            tmp_path / "s.zarr",
+            text=TextOptions(str(path)),
+            options=SMALL,
+            progress=False,
+        )
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_other_tokenizers_are_refused_before_weights_are_loaded(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    other = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    other.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path / "other"
+    PreTrainedTokenizerFast(tokenizer_object=other, unk_token="[UNK]").save_pretrained(folder)
+    (folder / "config.json").write_text((tiny_pair[1] / "config.json").read_text())
+    with pytest.raises(MismatchError, match=r"tokens with different ids, first .* needed the same token-to-id map"):
+        capture(str(tiny_pair[0]), str(folder), tmp_path / "o.zarr", text=TEXT, options=SMALL, progress=False)
+    assert not (tmp_path / "o.zarr").exists()
+
+
+def test_an_existing_store_is_not_touched(tiny_pair: tuple[Path, Path], store: Path) -> None:
+    with pytest.raises(StoreError, match=r"found something there already"):
+        capture(str(tiny_pair[0]), str(tiny_pair[1]), store, text=TEXT, options=SMALL, progress=False)
+
+
+def test_no_local_path_reaches_the_record(store: Path, tiny_pair: tuple[Path, Path]) -> None:
+    found = Store.open(store)
+    assert found.source.ref == tiny_pair[0].name
+    assert str(tiny_pair[0].parent) not in json.dumps(found.recipe)
+
+
+def test_splits_are_spread_evenly_and_exactly() -> None:
+    for holdout in (0.1, 0.25, 0.5):
+        options = Options(holdout=holdout, seed=3)
+        chosen = [options.split(index) == "holdout" for index in range(400)]
+        assert abs(sum(chosen) - 400 * holdout) <= 1
+        assert all(abs(sum(chosen[start : start + 40]) - 40 * holdout) <= 1 for start in range(0, 400, 40))
+    assert not any(Options(holdout=0).split(index) == "holdout" for index in range(100))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"token_stride": 0}, {"seq_len": 1}, {"holdout": 1.0}, {"skip_tokens": 1024}, {"num_sequences": 1}]
+)
+def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match="needed"):
+        Options(**wrong)
