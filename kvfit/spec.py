@@ -7,6 +7,7 @@ value of another type. So a spec that was read means the same as the one that wa
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import types
 import typing
@@ -198,7 +199,7 @@ class MapperSpec:
             )
         for index, layer in enumerate(self.layers):
             chosen = layer.source_layers
-            ascending = all(a < b for a, b in zip(chosen, chosen[1:], strict=False))
+            ascending = all(a < b for a, b in itertools.pairwise(chosen))
             if not chosen or not ascending or chosen[0] < 0 or chosen[-1] >= self.source.n_layers:
                 raise SpecError(
                     f"layers[{index}].source_layers", str(list(chosen)), f"ascending layers of 0..{self.source.n_layers - 1}"

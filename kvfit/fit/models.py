@@ -148,8 +148,8 @@ def check_tokenizers(source: Any, target: Any) -> None:
         differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
         token = differing[0]
         raise MismatchError(
-            f"tokenizers: found {len(differing)} tokens with different ids, first {token!r} with {ours.get(token)} in the source "
-            f"and {theirs.get(token)} in the target, needed the same token-to-id map: choose two models of one family"
+            f"tokenizers: found {len(differing)} tokens with different ids, first {token!r} with {ours.get(token)} in the "
+            f"source and {theirs.get(token)} in the target, needed the same token-to-id map: choose two models of one family"
         )
     # The same map can still split text differently (other merges or pre-tokenizer): try a text that touches both.
     sample = "Hello, World! It's 2,048 tokens\n\n  of naïve “text” — 東京 🙂\t(x_1 = y**2)"

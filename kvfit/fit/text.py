@@ -208,8 +208,8 @@ def _check_unchanged(options: TextOptions, tokenizer: Any, seq_len: int, cursor:
 
 def _changed(options: TextOptions, number: int) -> str:
     return (
-        f"{options.dataset}: found other text in document {number} than when the capture began, needed the same: pin the dataset "
-        f"with --dataset-revision and capture into a new store"
+        f"{options.dataset}: found other text in document {number} than when the capture began, needed the same: pin the "
+        f"dataset with --dataset-revision and capture into a new store"
     )
 
 
