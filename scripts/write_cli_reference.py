@@ -1,0 +1,101 @@
+"""Write docs/reference/cli.md from the command line itself.
+
+    python scripts/write_cli_reference.py            # write the page
+    python scripts/write_cli_reference.py --check    # exit 1 if the page is not what the command line says
+
+Made from click's own description of each command rather than from its help text, whose layout differs between click versions.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from kvfit.cli import cli
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
+
+HEAD = """<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli.py, then run that script. -->
+
+# Command line
+
+If you are unsure which command you need, run `kvfit demo`: it does the whole job on a built-in pair and prints where it put things.
+
+The usual order is `capture`, `solve`, `evaluate`, `push`. What a command acts on comes first; where the result goes is `--out` or `--to`.
+Wherever a model is asked for, give a folder, `org/name` or `org/name@revision` on the Hub, or `demo:source` or `demo:target`; wherever text is
+asked for, a `.jsonl`, `.parquet` or `.txt` file, a folder of such files, a dataset `org/name` on the Hub, or `demo:text` or `demo:heldout`.
+
+Progress and log go to stderr. The result goes to stdout: one line, or one JSON object with `--json`.
+
+| Exit code | Meaning |
+|---|---|
+| 0 | done |
+| 1 | a kvfit error: one line on stderr says what was found, what was needed and what to do; see [Errors](errors.md) |
+| 2 | the command line itself is wrong |
+| 3 | refused by a gate: the verdict of an evaluation is `fail` |
+"""
+
+
+def _plain(text: str | None) -> str:
+    """Help text as one line of Markdown: literals in code marks stay, pipes do not end a cell."""
+    return re.sub(r"\s+", " ", text or "").strip().replace("|", "\\|")
+
+
+def _type(parameter: click.Parameter) -> str:
+    if isinstance(parameter.type, click.Choice):
+        return "\\|".join(f"`{choice}`" for choice in parameter.type.choices)
+    return "" if isinstance(parameter, click.Option) and parameter.is_flag else parameter.type.name.replace("|", ", ")
+
+
+def _default(option: click.Option) -> str:
+    if option.required:
+        return "required"
+    if option.is_flag or not isinstance(option.default, str | int | float):
+        return ""
+    return f"`{option.default}`"
+
+
+def _usage(name: str, command: click.Command) -> str:
+    arguments = [p.human_readable_name.upper() + ("..." if p.nargs == -1 else "") for p in command.params if isinstance(p, click.Argument)]
+    needed = [f"{p.opts[-1]} {p.human_readable_name.upper()}" for p in command.params if isinstance(p, click.Option) and p.required]
+    return " ".join(["kvfit", name, *arguments, *needed, "[OPTIONS]"])
+
+
+def _command(name: str, command: click.Command) -> Iterator[str]:
+    yield f"## kvfit {name}"
+    yield f"```text\n{_usage(name, command)}\n```"
+    yield "\n\n".join(re.sub(r"\s+", " ", part).strip() for part in (command.help or "").split("\n\n"))
+    options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
+    rows = [
+        f"| {', '.join(f'`{name}`' for name in [*option.opts, *option.secondary_opts])} | {_type(option)} | {_default(option)} | {_plain(option.help)} |"
+        for option in options
+    ]
+    yield "\n".join(["| Option | Takes | Default | |", "|---|---|---|---|", *rows])
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD.strip()]
+    for name in cli.commands:
+        parts.extend(_command(name, cli.commands[name]))
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Write the page, or compare it."""
+    wanted = page()
+    if sys.argv[1:] == ["--check"]:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
+            sys.exit(f"{PAGE.name}: found another text than the command line gives: run python scripts/write_cli_reference.py")
+    elif sys.argv[1:]:
+        sys.exit(f"found {' '.join(sys.argv[1:])}, needed nothing or --check")
+    else:
+        PAGE.write_text(wanted, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

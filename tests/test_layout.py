@@ -1,0 +1,227 @@
+"""The layout is a contract: imports point one way, the runtime stays light, names say what they hold.
+
+Each check is a function of a source tree, so that it can also be shown to fail: on a made-up tree, or on a made-up import.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kvfit"
+
+# A module may import only modules of tiers above its own line in this table. Whoever adds a module gives it a place here.
+TIERS = (
+    ("kvfit", "errors"),
+    ("spec", "strict_json", "refs", "manifest", "folders", "decoder", "demo"),
+    ("rope", "cache", "shards"),
+    ("document", "trace"),
+    ("bundle", "probe"),
+    ("identity", "card", "registry"),
+    ("mapper", "release"),
+    ("hub", "handoff"),
+    ("repository", "verify"),
+    ("push",),
+    # Everything heavy: the extra `fit`.
+    ("fit",),
+    ("fit.moments", "fit.layout", "fit.ridge", "fit.recall", "fit.plots", "fit.models", "fit.text"),
+    ("fit.record", "fit.arms", "fit.selfcheck"),
+    ("fit.buffer", "fit.writer", "fit.inspect"),
+    ("fit.accumulate",),
+    ("fit.store",),
+    ("fit.problem", "fit.merge"),
+    ("fit.select", "fit.capture", "fit.evaluate"),
+    ("fit.solve",),
+    ("demo.run",),
+    ("cli",),
+    ("__main__",),
+)
+# What the runtime may not cost: everything that only fitting, or only building a model, needs.
+HEAVY = ("accelerate", "click", "datasets", "matplotlib", "pandas", "pyarrow", "sklearn", "tokenizers", "transformers", "zarr")
+MAY_IMPORT_FIT = ("cli", "demo.run")
+VAGUE_NAMES = ("common", "helper", "helpers", "misc", "util", "utils")
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Every module of a package by its dotted name below the package; the package itself under its own name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = list(path.relative_to(package).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        found[".".join(parts) or package.name] = path
+    return found
+
+
+def imports(package: Path, name: str) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import of the package's own modules anywhere in a module, inside functions too."""
+    known = modules(package)
+    root = package.name
+    path = known[name]
+    home = [root, *([] if name == root else name.split("."))]
+    if path.name != "__init__.py":
+        home.pop()
+
+    def inner(dotted: list[str]) -> str:
+        return ".".join(dotted[1:]) or root
+
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == root:
+                    yield inner(alias.name.split(".")), node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            base = [*home[: len(home) - node.level + 1]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            if base[:1] != [root]:
+                continue
+            for alias in node.names:
+                submodule = inner([*base, alias.name])
+                yield (submodule if submodule in known else inner(base)), node.lineno
+
+
+def upward_imports(package: Path, tiers: tuple[tuple[str, ...], ...]) -> list[str]:
+    """What breaks the table: modules that it does not know, and imports of a module that is not in an earlier tier."""
+    rank = {name: number for number, tier in enumerate(tiers) for name in tier}
+    known = modules(package)
+    faults = [f"{name}: has no place in TIERS of {Path(__file__).name}" for name in known if name not in rank]
+    faults += [f"{name}: is in TIERS but does not exist" for name in rank if name not in known]
+    for name in known:
+        # The root names its public functions for type checkers and loads them when they are first used.
+        if name == package.name or name not in rank:
+            continue
+        for imported, line in imports(package, name):
+            if imported in rank and rank[imported] >= rank[name]:
+                faults.append(f"{name}, line {line}: imports {imported}, which is not below it")
+    return faults
+
+
+def imports_of_fit(package: Path) -> list[str]:
+    """Modules outside `fit` that import it."""
+    return [
+        f"{name}, line {line}"
+        for name in modules(package)
+        if not name.startswith("fit") and name not in MAY_IMPORT_FIT
+        for imported, line in imports(package, name)
+        if imported.split(".")[0] == "fit"
+    ]
+
+
+def undocumented(package: Path) -> list[str]:
+    """Modules, public classes and public functions without a docstring; methods count where their class is public."""
+    faults = []
+
+    def visit(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> None:
+        if ast.get_docstring(node) is None:
+            faults.append(name)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return
+        for child in node.body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+                visit(child, f"{name}.{child.name}")
+
+    for name, path in modules(package).items():
+        visit(ast.parse(path.read_text(encoding="utf-8")), name)
+    return faults
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages that a statement brings into a fresh interpreter, beyond the standard library and start-up."""
+    program = f"""
+import json, sys
+before = set(sys.modules)
+{statement}
+after = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print(json.dumps(sorted(after - set(sys.stdlib_module_names))))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_imports_point_one_way() -> None:
+    assert upward_imports(PACKAGE, TIERS) == []
+
+
+def test_only_the_command_line_and_the_demo_import_fit() -> None:
+    assert imports_of_fit(PACKAGE) == []
+
+
+def _tree(folder: Path, **sources: str) -> Path:
+    package = folder / "made"
+    for name, source in {"__init__": '"""Root."""', **sources}.items():
+        path = package / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source, encoding="utf-8")
+    return package
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from made import high",
+        "import made.high",
+        "from made.high import name",
+        "from . import high",
+        "from .high import name",
+        "def late():\n    from made.high import name",
+        "class Late:\n    import made.high",
+    ],
+)
+def test_an_upward_import_is_seen_however_it_is_written(tmp_path: Path, statement: str) -> None:
+    package = _tree(tmp_path, low=statement, high="name = 1")
+    tiers = (("made",), ("low",), ("high",))
+    assert len(upward_imports(package, tiers)) == 1
+    assert "imports high" in upward_imports(package, tiers)[0]
+    assert upward_imports(package, (("made",), ("high",), ("low",))) == []
+
+
+def test_an_import_inside_a_subpackage_is_resolved_from_there(tmp_path: Path) -> None:
+    package = _tree(tmp_path, low="", fit__in____init__="", fit__in__deep="from .. import low\nfrom . import deeper", fit__in__deeper="")
+    assert {name for name, _ in imports(package, "fit.deep")} == {"low", "fit.deeper"}
+
+
+def test_a_module_without_a_place_and_an_import_of_fit_are_seen(tmp_path: Path) -> None:
+    package = _tree(tmp_path, new="", root="def late():\n    from made.fit import heavy", fit__in____init__="", fit__in__heavy="")
+    faults = upward_imports(package, (("made",), ("fit",), ("fit.heavy",), ("root",), ("gone",)))
+    assert [fault.split(":")[0] for fault in faults] == ["new", "gone"]
+    assert imports_of_fit(package) == ["root, line 2"]
+
+
+def test_import_kvfit_loads_nothing_else() -> None:
+    assert loaded_by("import kvfit") == {"kvfit"}
+
+
+def test_load_mapper_loads_nothing_heavy() -> None:
+    loaded = loaded_by("from kvfit import load_mapper")
+    assert "torch" in loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+def test_handoff_loads_nothing_heavy() -> None:
+    assert loaded_by("from kvfit import Mapper, handoff").isdisjoint(HEAVY)
+
+
+def test_a_heavy_import_would_be_seen() -> None:
+    loaded = loaded_by("import kvfit\nimport transformers\nimport click")
+    assert {"transformers", "click"} <= loaded & set(HEAVY)
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    vague = [path for folder in (PACKAGE, ROOT / "tests", ROOT / "scripts") for path in folder.rglob("*.py") if path.stem in VAGUE_NAMES]
+    assert vague == []
+
+
+def test_everything_public_has_a_docstring() -> None:
+    assert [name for name in undocumented(PACKAGE) if not name.endswith((".to_json", ".convert"))] == []
+
+
+def test_a_missing_docstring_is_seen(tmp_path: Path) -> None:
+    source = '"""Module."""\nclass Public:\n    """Class."""\n    def method(self): ...\n    def _own(self): ...\ndef function(): ...\ndef _own(): ...\n'
+    assert undocumented(_tree(tmp_path, module=source)) == ["module.Public.method", "module.function"]
