@@ -6,6 +6,7 @@ Exit 0; 1 a kvfit error; 2 usage; 3 refused by a gate. Progress goes to stderr, 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -253,6 +254,9 @@ def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool,
 
 def main() -> None:
     """The command ``kvfit``."""
+    if not sys.stderr.isatty():
+        # Bars are for people. tqdm reads this when it is first imported, also for the bars of the libraries that use it.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort:

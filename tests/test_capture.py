@@ -1,6 +1,9 @@
 """Capture: the store's moments against the models run one sequence at a time, by hand, in float64."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -222,3 +225,30 @@ def test_splits_are_spread_evenly_and_exactly() -> None:
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match="needed"):
         Options(**wrong)
+
+
+def test_two_processes_of_torchrun_end_in_one_store(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Against one process: the same tokens in each split, the same moments to rounding; the parts are gone."""
+    words = [*map(str, tiny_pair), "--dataset", "demo:text", "--num-sequences", "22", "--seq-len", "48", "--holdout", "0.3"]
+    words += ["--batch-size", "4", "--stats-dtype", "float64", "--token-stride", "2", "--dtype", "float32"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for start, out in (([sys.executable], "one.zarr"), (launcher, "two.zarr")):
+        done = subprocess.run(
+            [*start, "-m", "kvfit", "capture", *words, "--out", str(tmp_path / out)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.zarr", "two.zarr"]
+    one, two = Store.open(tmp_path / "one.zarr"), Store.open(tmp_path / "two.zarr")
+    assert two.recipe["part"] == {"merged": [{"of": 2, "rank": 0}, {"of": 2, "rank": 1}]}
+    for split in ("fit", "holdout"):
+        assert one.count(split) == two.count(split) > 0
+        for i, j in ((0, 0), (0, 2)):
+            a, b = one.source_scatter(split, ("keys", i), ("keys", j)), two.source_scatter(split, ("keys", i), ("keys", j))
+            assert float((a - b).norm() / a.norm()) < 1e-5
+        a, b = one.cross_scatter(split, ("values", 1), ("values", 3)), two.cross_scatter(split, ("values", 1), ("values", 3))
+        assert float((a - b).norm() / a.norm()) < 1e-5

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import random
+import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from tqdm import tqdm
 from kvfit import cache as caches
 from kvfit.errors import MismatchError, StoreError, TextError
 from kvfit.fit import models
+from kvfit.fit.merge import merge
+from kvfit.fit.ranks import Ranks, meeting
 from kvfit.fit.selfcheck import self_check
 from kvfit.fit.store import Accumulator
 from kvfit.fit.text import Cursor, Sequence, TextOptions, sequences
@@ -105,6 +108,8 @@ def capture(
 ) -> Captured:
     """Run both models over calibration text and accumulate their statistics.
 
+    Started by torchrun, each process takes its own batches into a part of its own beside `out`, and the first merges them.
+
     Args:
         source: ref of the source model.
         target: ref of the target model.
@@ -128,11 +133,9 @@ def capture(
     loading = loading or (models.Options(), models.Options())
     if batch_size < 1:
         raise MismatchError(f"--batch-size: found {batch_size}, needed at least 1")
-    out = Path(out)
-    if out.exists() and not resume:
-        raise StoreError(f"{out}: found something there already, needed a new path: choose another --out, or pass --resume")
-    if resume and not out.exists():
-        raise StoreError(f"{out}: found nothing there, needed a store to resume: leave --resume out")
+    out, ranks = Path(out), Ranks.from_environment()
+    part = ranks.part(out)
+    _check_place(out, part, resume, ranks)
     # Cheap checks before weights are loaded: tokenizers, then whether there is enough text for one batch.
     tokenizers = [
         models.load_tokenizer(ref, revision, trust_remote_code=how.trust_remote_code)
@@ -140,17 +143,18 @@ def capture(
     ]
     models.check_tokenizers(*tokenizers)
     first = _first_batch(text, options, tokenizers[0], batch_size)
-    pair = [models.load(ref, revision, how) for ref, revision, how in zip((source, target), revisions, loading, strict=True)]
+    placed = [how if how.device or how.device_map else replace(how, device=ranks.device()) for how in loading]
+    pair = [models.load(ref, revision, how) for ref, revision, how in zip((source, target), revisions, placed, strict=True)]
     specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
     for loaded, spec in zip(pair, specs, strict=True):
         self_check(loaded.model, spec, first)
-    recipe = _recipe(specs, text, options, loading)
+    recipe = _recipe(specs, text, options, loading, batch_size, ranks)
     runners = [_Runner(loaded.model, spec, options) for loaded, spec in zip(pair, specs, strict=True)]
-    if resume:
-        accumulator = Accumulator.resume(out, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
+    if resume and part.exists():
+        accumulator = Accumulator.resume(part, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
     else:
         accumulator = Accumulator.create(
-            out,
+            part,
             source=specs[0],
             target=specs[1],
             recipe=recipe,
@@ -160,10 +164,27 @@ def capture(
             device=runners[0].device,
         )
     with accumulator:
-        cursor = _run(accumulator, runners, text, options, tokenizers[0], batch_size, progress)
-        accumulator.finish(cursor.to_json())
+        cursor = _run(accumulator, runners, text, options, tokenizers[0], batch_size, ranks, progress)
+        if not accumulator.finished:
+            accumulator.finish(cursor.to_json())
+    with meeting(ranks):
+        if ranks.size > 1 and ranks.rank == 0:
+            merge(ranks.parts(out), out)
+            for path in ranks.parts(out):
+                shutil.rmtree(path)
     kept = len(range(options.skip_tokens, options.seq_len, options.token_stride))
     return Captured(out, cursor.sequences, cursor.short, cursor.sequences * kept)
+
+
+def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
+    """Refuse before anything runs: an existing store that is not to be resumed, or nothing to resume."""
+    if resume and not (part.exists() or any(path.exists() for path in ranks.parts(out))):
+        raise StoreError(f"{part}: found nothing there, needed a store to resume: leave --resume out")
+    existing = [path for path in {out, part} if path.exists() and not (resume and path == part)]
+    if existing:
+        raise StoreError(
+            f"{existing[0]}: found something there already, needed a new path: choose another --out, or pass --resume"
+        )
 
 
 def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size: int) -> Tensor:
@@ -178,9 +199,14 @@ def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size
 
 
 def _recipe(
-    specs: list[ModelSpec], text: TextOptions, options: Options, loading: tuple[models.Options, models.Options]
+    specs: list[ModelSpec],
+    text: TextOptions,
+    options: Options,
+    loading: tuple[models.Options, models.Options],
+    batch_size: int,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """What a resumed or merged capture must have in common. Models are in the store's own specs."""
+    """What a resumed capture must have in common with its beginning, and merged ones with each other, but for `part`."""
     packages = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
     return {
         "models": [
@@ -194,6 +220,8 @@ def _recipe(
         ],
         "text": {**asdict(text), "dataset": _public_name(text.dataset)},
         "options": asdict(options),
+        "batch_size": batch_size,
+        "part": {"rank": ranks.rank, "of": ranks.size},
         "dtype": [how.dtype for how in loading],
         "attn_implementation": [how.attn_implementation for how in loading],
         "versions": {name: _version(name) for name in packages},
@@ -232,8 +260,8 @@ class _Runner:
         for layer_index, (keys, values) in enumerate(caches.read_cache(cache)):
             if keys.shape[2] != ids.shape[1]:
                 raise MismatchError(
-                    f"{self.spec.ref}, layer {layer_index}: found {keys.shape[2]} tokens in the cache, needed the {ids.shape[1]} that "
-                    f"were run"
+                    f"{self.spec.ref}, layer {layer_index}: found {keys.shape[2]} tokens in the cache, needed the "
+                    f"{ids.shape[1]} that were run"
                 )
             keys, values = keys[:, :, kept], values[:, :, kept]
             keys = unrotate(keys, self.spec.rope.table(layer_index), self.angles(layer_index, keys.device))
@@ -257,6 +285,7 @@ def _run(
     options: Options,
     tokenizer: Any,
     batch_size: int,
+    ranks: Ranks,
     progress: bool,
 ) -> Cursor:
     # A batch of both splits is two additions, and the store may commit between them. What is committed then is the cursor
@@ -270,6 +299,10 @@ def _run(
         total=options.num_sequences, initial=cursor.sequences, desc="capture", unit="seq", disable=None if progress else True
     ) as bar:
         for batch in _batches(stream, options.num_sequences - cursor.sequences, batch_size):
+            if not ranks.owns(cursor.sequences // batch_size):
+                cursor = batch[-1].cursor
+                bar.update(len(batch))
+                continue
             ids = torch.tensor([sequence.ids for sequence in batch])
             source, target = (runner(ids) for runner in runners)
             splits = [options.split(cursor.sequences + row) for row in range(len(batch))]
