@@ -180,3 +180,116 @@ class Tokenizer:
     def get_vocab(self) -> dict[str, int]:
         """One token per id."""
         return {f"token {number}": number for number in range(self.size)}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A model that must be refused, the layer that the message must name (None: all), and words of the reason."""
+
+    name: str
+    model_type: str
+    config: dict[str, Any]
+    layer_index: int | None
+    reason: str
+    what: str  # for the table in the documentation
+
+
+_LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1,
+    "topk_group": 1, "n_routed_experts": 4, "num_key_value_heads": 4, **_MOE,
+}  # fmt: skip
+_LINEAR = {
+    "head_dim": 16, "layer_types": [_FULL, "linear_attention", _FULL], "num_experts": 4, "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 16, **_MOE,
+}  # fmt: skip
+_SHARED = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16, "layer_types": [_SLIDING, _FULL] * 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
+_3N = {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4}
+_LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+_LONG = {"original_max_position_embeddings": 512, "rope_scaling": _LONGROPE, "sliding_window": None, "pad_token_id": 0}
+
+REFUSED = [
+    Refused("deepseek-v2", "deepseek_v2", _LATENT, None, "latent attention", "latent attention (MLA)"),
+    Refused("deepseek-v3", "deepseek_v3", _LATENT, None, "latent attention", "latent attention (MLA)"),
+    Refused("qwen3-next", "qwen3_next", _LINEAR, 1, "linear_attention owns no keys", "linear-attention hybrid"),
+    Refused("lfm2", "lfm2", {"layer_types": [_FULL, "conv", _FULL]}, 1, "conv owns no keys", "convolution hybrid"),
+    Refused("gemma3n", "gemma3n_text", {**_SHARED, **_3N}, 2, "shares the keys and values", "shared keys and values"),
+    Refused("gemma4", "gemma4_text", _SHARED, 2, "shares the keys and values", "shared keys and values"),
+    Refused(
+        "gemma4-unshared",
+        "gemma4_text",
+        {**_SHARED, "num_kv_shared_layers": 0},
+        1,
+        "one geometry for all layers",
+        "a head size per layer type",
+    ),
+    Refused(
+        "llama4",
+        "llama4_text",
+        {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
+        0,
+        "chunked_attention",
+        "chunked attention",
+    ),
+    Refused("mllama", "mllama_text_model", {"cross_attention_layers": [1]}, 1, "cross attention", "cross attention"),
+    Refused("t5", "t5", {"d_kv": 16, "decoder_start_token_id": 0}, None, "cross attention", "encoder and decoder"),
+    Refused(
+        "llama-dynamic",
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        None,
+        "dynamic rotary",
+        "dynamic NTK scaling",
+    ),
+    Refused("phi3-longrope", "phi3", _LONG, None, "longrope rotary", "longrope"),
+    Refused(
+        "hunyuan", "hunyuan_v1_dense", {"head_dim": 16}, 0, "changed after the rotation", "keys normalised after the rotation"
+    ),
+    Refused(
+        "gptj",
+        "gptj",
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 4096},
+        0,
+        "inv_freq",
+        "tables instead of frequencies",
+    ),
+    Refused(
+        "qwen2-vl",
+        "qwen2_vl_text",
+        {"rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}},
+        None,
+        "several positions",
+        "multimodal rotary embedding",
+    ),
+]
+
+
+def build_refused(refused: Refused) -> Any:
+    """The model, by the class that transformers has for it."""
+    import transformers
+
+    if refused.name == "t5":
+        return _seeded(
+            transformers.T5ForConditionalGeneration,
+            transformers.T5Config(vocab_size=VOCABULARY, d_model=64, num_layers=2, **refused.config),
+        )
+    if refused.name in ("mllama", "qwen2-vl"):
+        common = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
+                  "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+        if refused.name == "mllama":
+            from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+
+            return _seeded(transformers.MllamaForCausalLM, MllamaTextConfig(**common, **refused.config))
+        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
+
+        return _seeded(Qwen2VLTextModel, Qwen2VLTextConfig(**common, **refused.config))
+    return build(Family(refused.name, refused.model_type, refused.config))
+
+
+def _seeded(cls: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    return cls(config).eval()
