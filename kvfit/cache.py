@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def cache_argument(model: Any) -> str:
     Raises:
         UnsupportedModelError: `forward` takes neither.
     """
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(unwrapped(model).forward).parameters
     for name in ("cache", "past_key_values"):
         if name in parameters:
             return name
@@ -167,6 +168,48 @@ def append(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
     cache.update(keys, values, layer_index)
 
 
+def place(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
+    """As `append`, for tensors that the caller gives away: an empty dynamic layer takes them without a copy."""
+    cache.update(keys[:, :, :0], values[:, :, :0], layer_index)  # makes the layer where it does not exist yet
+    layer = cache.layers[layer_index]
+    if type(layer).__name__ == "DynamicLayer" and int(layer.get_seq_length()) == 0 and layer.keys.dtype == keys.dtype:
+        layer.keys, layer.values = keys, values
+    else:
+        cache.update(keys, values, layer_index)
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """What one layer of a cache holds.
+
+    Attributes:
+        length: tokens that it stands for.
+        keys: its stored keys, (B, H, T or fewer, D); None while it is empty.
+        capacity: most tokens that it can take, None for no limit.
+    """
+
+    length: int
+    keys: Tensor | None
+    capacity: int | None
+
+
+def layer_states(cache: Any) -> list[LayerState]:
+    """The state of every layer of a transformers cache; layers that were never filled may be missing at the end.
+
+    Raises:
+        MismatchError: not a transformers cache.
+    """
+    if not hasattr(cache, "layers"):
+        raise MismatchError(f"cache: found {type(cache).__name__}, needed a transformers Cache with layers")
+    states = []
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        length = int(layer.get_seq_length())
+        capacity = None if getattr(layer, "is_sliding", False) else getattr(layer, "max_cache_len", None)
+        states.append(LayerState(length, keys if keys is not None and keys.dim() == 4 else None, capacity))
+    return states
+
+
 def crop(cache: Any, length: int) -> None:
     """Shorten a cache to its first `length` tokens.
 
@@ -184,16 +227,17 @@ def crop(cache: Any, length: int) -> None:
                 f"cache layer {index}: found a sliding window that has dropped tokens, needed all of them to crop: "
                 "start from a new cache"
             )
-    if all(hasattr(layer, "cumulative_length") is False for layer in cache.layers):
-        cache.crop(length - held)
-        return
-    for layer in cache.layers:  # cropping a windowed layer differs between versions; its length is set by hand
+        if "Static" in type(layer).__name__ and not hasattr(layer, "crop"):
+            raise MismatchError(
+                f"cache layer {index}: found a static layer, which this version of transformers cannot crop, needed a dynamic one"
+            )
+    for layer in cache.layers:
         if "Static" in type(layer).__name__:
             layer.crop(length - held)
-            continue
-        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-        if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = length
+        else:  # what a layer's own crop takes, and what it does to a window, differs between versions
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = length
 
 
 @torch.no_grad()
@@ -246,7 +290,7 @@ def forward(
     arguments[cache_argument(model)] = cache
     if base:
         return _base(model)(input_ids=input_ids, use_cache=True, **arguments)[0]  # type: ignore[no-any-return]
-    if logits_to_keep is not None and "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if logits_to_keep is not None and "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters:
         arguments["logits_to_keep"] = logits_to_keep
     logits: Tensor = model(input_ids=input_ids, use_cache=True, **arguments).logits
     return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
