@@ -176,6 +176,48 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 
 
 @cli.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--num-sequences", default=500, help="Sequences to run.")
+@click.option("--seq-len", default=1024, help="Tokens of a sequence.")
+@click.option("--token-stride", default=4, help="Keep one token of this many.")
+@click.option("--skip-tokens", default=0, help="First tokens of each sequence to leave out.")
+@click.option("--top-k", callback=_top_k, metavar="N|all", default="all", help="Source layers that each target layer reads.")
+@click.option(
+    "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
+)
+@click.option(
+    "--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values."
+)
+@click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
+@click.option(
+    "--memory-budget", callback=_size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
+)
+@click.option("--trust-remote-code", is_flag=True, help="Read configurations that carry code.")
+@json_option
+def plan(source: str, target: str, as_json: bool, **values: Any) -> None:
+    """Print what capturing and solving SOURCE to TARGET will take. Reads configurations only.
+
+    SOURCE and TARGET may also be geometries by name: qwen3-8b, qwen3-14b, qwen3-32b, llama-3.1-8b, llama-3.1-70b,
+    ministral-3-3b, ministral-3-8b, ministral-3-14b.
+    """
+    from kvfit.fit import plan as verb
+
+    _say(verb.plan(source, target, **values), as_json)
+
+
+@cli.command()
+@click.argument("stores", nargs=-1, required=True, type=click.Path())
+@click.option("--out", required=True, type=click.Path(), help="The merged store; must not exist.")
+def merge(stores: tuple[str, ...], out: str) -> None:
+    """Merge STORES that were captured with one recipe into one."""
+    from kvfit.fit import merge as verb
+
+    merged = verb.merge(stores, out)
+    click.echo(f"{out}: {merged.count('fit')} fit and {merged.count('holdout')} holdout tokens from {len(stores)} stores")
+
+
+@cli.command()
 @click.argument("store", type=click.Path())
 @click.option("--out", required=True, type=click.Path(), help="The bundle's folder; must not exist.")
 @click.option(

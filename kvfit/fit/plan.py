@@ -1,0 +1,231 @@
+"""The verb `plan`: disk, memory and arithmetic that a capture and a solve will take, before anything runs.
+
+Only configurations are read, never weights. Sizes are exact; arithmetic counts the products and leaves the rest out.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.fit import models
+from kvfit.fit.layout import Layout, StatsDtype
+from kvfit.spec import Inputs, ModelSpec, RopeSpec, Support
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a model, which is all that a plan needs.
+
+    Attributes:
+        name: ref, or the name of a built-in geometry.
+        n_layers: layers that own keys and values.
+        n_heads: KV heads of a layer.
+        head_dim: features of a head.
+        parameters: of the whole model.
+    """
+
+    name: str
+    n_layers: int
+    n_heads: int
+    head_dim: int
+    parameters: float
+
+
+# Source: Heo et al., arXiv:2608.03893, table 10; parameters as the models are called.
+GEOMETRIES = {
+    geometry.name: geometry
+    for geometry in (
+        Geometry("qwen3-8b", 36, 8, 128, 8e9),
+        Geometry("qwen3-14b", 40, 8, 128, 14e9),
+        Geometry("qwen3-32b", 64, 8, 128, 32e9),
+        Geometry("llama-3.1-8b", 32, 8, 128, 8e9),
+        Geometry("llama-3.1-70b", 80, 8, 128, 70e9),
+        Geometry("ministral-3-3b", 26, 8, 128, 3e9),
+        Geometry("ministral-3-8b", 34, 8, 128, 8e9),
+        Geometry("ministral-3-14b", 40, 8, 128, 14e9),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a capture and a solve will take.
+
+    Attributes:
+        source: the source's shape.
+        target: the target's shape.
+        tokens: pooled tokens of both splits.
+        store_bytes: of the finished store.
+        store_bytes_peak: while a commit is being written.
+        model_bytes: both models in bfloat16.
+        memory_bytes: peak beyond the models, at most: the budget and 1 GiB.
+        commits: times that every block is read, updated and written.
+        forward_flops: of both models over all tokens that are run: 2 per parameter and token.
+        statistics_flops: of the products that make the statistics.
+        solve_flops: of one factorisation per distinct set of layers and penalty, and its solves.
+        solve_bytes: of the largest system, in float64.
+        bundle_bytes: weights and biases.
+    """
+
+    source: Geometry
+    target: Geometry
+    tokens: int
+    store_bytes: int
+    store_bytes_peak: int
+    model_bytes: int
+    memory_bytes: int
+    commits: int
+    forward_flops: float
+    statistics_flops: float
+    solve_flops: float
+    solve_bytes: int
+    bundle_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = (
+            ("source", _shape(self.source)),
+            ("target", _shape(self.target)),
+            ("pooled tokens", f"{self.tokens:,}"),
+            ("store on disk", f"{_size(self.store_bytes)}, {_size(self.store_bytes_peak)} while it is written"),
+            ("models in bfloat16", _size(self.model_bytes)),
+            ("memory beyond the models", f"at most {_size(self.memory_bytes)}"),
+            ("commits", f"{self.commits:,}, each reads and writes the store once"),
+            ("forward passes", _flops(self.forward_flops)),
+            ("statistics", _flops(self.statistics_flops)),
+            ("solve", f"{_flops(self.solve_flops)} in float64, largest system {_size(self.solve_bytes)}"),
+            ("bundle", _size(self.bundle_bytes)),
+        )
+        return "\n".join(f"{name:<26}{value}" for name, value in rows)
+
+
+def plan(
+    source: str,
+    target: str,
+    *,
+    num_sequences: int = 500,
+    seq_len: int = 1024,
+    token_stride: int = 4,
+    skip_tokens: int = 0,
+    top_k: int | str = "all",
+    support: Support = "full",
+    inputs: Inputs = "same",
+    stats_dtype: StatsDtype = "float32",
+    weight_bytes: int = 4,
+    penalties: int = 6,
+    memory_budget: int = 2 << 30,
+    revisions: tuple[str | None, str | None] = (None, None),
+    trust_remote_code: bool = False,
+) -> Plan:
+    """Count what `capture` and `solve` with these options will take.
+
+    Args:
+        source: ref of the source, or the name of a geometry in `GEOMETRIES`.
+        target: likewise.
+        num_sequences, seq_len, token_stride, skip_tokens, inputs, stats_dtype, memory_budget: as for `capture`.
+        top_k, support: as for `solve`; ``auto`` counts as ``all``.
+        weight_bytes: of one stored weight.
+        penalties: tried on the holdout split; 1 for a fixed penalty.
+        revisions: of source and target.
+        trust_remote_code: read configurations that carry code.
+
+    Raises:
+        RefError: no such model.
+        UnsupportedModelError: a configuration that does not say its geometry.
+    """
+    pair = [_geometry(ref, revision, trust_remote_code) for ref, revision in zip((source, target), revisions, strict=True)]
+    a, b = pair
+    if support == "head" and b.n_heads % a.n_heads and a.n_heads % b.n_heads:
+        raise MismatchError(
+            f"--support head: found {a.n_heads} to {b.n_heads} heads, needed counts that divide: use --support full"
+        )
+    layout = Layout(_spec(a), _spec(b), inputs, stats_dtype)
+    kept = len(range(skip_tokens, seq_len, token_stride))
+    tokens = num_sequences * kept
+    kinds = 2 if inputs == "both" else 1
+    f1, g1 = a.n_heads * a.head_dim, b.n_heads * b.head_dim
+    chosen = a.n_layers if not isinstance(top_k, int) else min(top_k, a.n_layers)
+    # Features of one map, and how many systems it takes: one per target layer, or one for all that read every layer.
+    f = chosen * kinds * (f1 if support == "full" else a.head_dim)
+    systems = 2 * (1 if chosen == a.n_layers else b.n_layers) * (1 if support == "full" else b.n_heads)
+    outputs = 2 * b.n_layers * (g1 if support == "full" else b.head_dim * b.n_heads)
+    pairs = a.n_layers * (a.n_layers + 1) // 2 * 2 + (a.n_layers**2 if inputs == "both" else 0)
+    per_token = 2.0 * f1 * f1 * pairs + 2.0 * f1 * g1 * a.n_layers * b.n_layers * 2 * kinds
+    split_bytes = layout.split_bytes
+    shifts = sum(array.chunk_bytes for array in layout.shifts)
+    return Plan(
+        source=a,
+        target=b,
+        tokens=tokens,
+        store_bytes=2 * split_bytes + shifts,
+        store_bytes_peak=4 * split_bytes + shifts,
+        model_bytes=int(2 * (a.parameters + b.parameters)),
+        memory_bytes=memory_budget + (1 << 30),
+        commits=max(1, -(-tokens // max(1, memory_budget // layout.token_bytes))),
+        forward_flops=2.0 * (a.parameters + b.parameters) * num_sequences * seq_len,
+        statistics_flops=per_token * tokens,
+        solve_flops=penalties * (systems * f**3 / 3 + 2.0 * f * f * outputs),
+        solve_bytes=8 * f * f,
+        bundle_bytes=weight_bytes * (f * outputs + 2 * b.n_layers * g1),
+    )
+
+
+def _geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Geometry:
+    if ref.lower() in GEOMETRIES and not os.path.isdir(ref):
+        return GEOMETRIES[ref.lower()]
+    whole = models.load_config(ref, revision, trust_remote_code=trust_remote_code)
+    config = whole.get_text_config()
+    n_layers, n_query = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
+    if not n_layers or not n_query:
+        raise UnsupportedModelError(
+            f"{ref} ({whole.model_type}): found no layer and head counts in its configuration, needed both"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_query
+    n_heads = getattr(config, "num_key_value_heads", None) or n_query
+    return Geometry(
+        models.split_ref(ref, revision)[1], n_layers, n_heads, head_dim, float(_parameters(whole, trust_remote_code))
+    )
+
+
+def _parameters(config: Any, trust_remote_code: bool) -> int:
+    """Parameters of the model that a configuration describes, from shapes alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    # Tied weights are one parameter under two names; `parameters` counts them once.
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _spec(geometry: Geometry) -> ModelSpec:
+    """Only the geometry counts for sizes; the rest says that it is not known."""
+    n = geometry.n_layers
+    return ModelSpec(
+        ref=geometry.name, revision=None, family="", n_layers=n, n_heads=geometry.n_heads, head_dim=geometry.head_dim,
+        n_query_heads=geometry.n_heads, windows=(None,) * n, rope=RopeSpec((), (None,) * n), tokenizer_fingerprint="",
+        config_digest="", weight_fingerprint="", dtype="", quantisation=None,
+    )  # fmt: skip
+
+
+def _shape(geometry: Geometry) -> str:
+    shape = f"{geometry.n_layers} layers x {geometry.n_heads} KV heads x {geometry.head_dim}"
+    return f"{geometry.name}: {shape}, {geometry.parameters / 1e9:.3g} B parameters"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB"
+
+
+def _flops(count: float) -> str:
+    return f"{count / 1e12:,.3g} TFLOP"
