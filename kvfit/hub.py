@@ -110,7 +110,7 @@ def resolve(ref: str | Path, revision: str | None = None, local_files_only: bool
     if found is not None and revision is not None and found != revision:
         raise RefError(f"{ref}: found revision {revision!r} as well, needed one of the two")
     revision = found or revision
-    if is_path(name):
+    if is_path(name) or Path(name).is_dir():
         return _resolve_folder(Path(name).expanduser(), revision)
     if not is_repository(name):
         raise RefError(f"{ref!r}: needed a folder that exists, or org/name or org/name@revision on the Hub")
@@ -136,44 +136,38 @@ def _resolve_repository(name: str, revision: str | None, local_files_only: bool)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only))
+        found = snapshot_download(name, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only)
     except Exception as error:
-        raise explain(error, name, revision) from error
+        raise explain(error, name, revision, local_files_only) from error
+    if not Path(found, "mapper.json").exists():
+        raise RefError(f"{name}: there, but no kvfit mapper (it holds no mapper.json); check the name")
+    return Path(found)
 
 
-def explain(error: Exception, name: str, revision: str | None = None) -> KvfitError:
+def explain(error: Exception, name: str, revision: str | None = None, local_files_only: bool = False) -> KvfitError:
     """What an error of the Hub's client means for one repository."""
     if isinstance(error, KvfitError):
         return error
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, get_token
 
     at = f"{name}@{revision}" if revision else name
     status: Any = getattr(getattr(error, "response", None), "status_code", None)
     token = "log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
+        return explain(error.__cause__, name, revision)  # the client looked into its cache because the Hub refused
     if isinstance(error, errors.GatedRepoError):
         return RefError(f"{name}: gated; accept its conditions at https://huggingface.co/{name}, then {token}")
     if isinstance(error, errors.RevisionNotFoundError):
         return RefError(f"{name}: has no revision {revision or 'main'!r}; look at the tags and branches of {name}")
     if isinstance(error, errors.RepositoryNotFoundError):
         # The Hub answers 401 for what does not exist as well, so that nobody learns names of private repositories.
-        seen = (
-            "missing, or private and your token may not read it"
-            if _has_token()
-            else "missing, or private and you are not logged in"
-        )
-        return RefError(f"{name}: {seen}; check the spelling, or {token}")
+        seen = "your token may not read it" if get_token() is not None else "you are not logged in"
+        return RefError(f"{name}: missing, or private and {seen}; check the spelling, or {token}")
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        offline = (
-            "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else "the Hub was not asked or cannot be reached"
-        )
+        offline = "it was not to be asked of the Hub" if local_files_only else "the Hub cannot be reached"
+        offline = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else offline
         return RefError(f"{at}: not in the local cache and {offline}; fetch it once with a connection")
     if status in (401, 403):
         return RefError(f"{name}: not authorised (HTTP {status}); {token} with rights for {name}")
     text = " ".join(str(error).split())[:300]
     return RefError(f"{at}: the Hub cannot be reached or refused ({type(error).__name__}: {text}); try again")
-
-
-def _has_token() -> bool:
-    from huggingface_hub import get_token
-
-    return get_token() is not None

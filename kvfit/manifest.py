@@ -95,14 +95,13 @@ def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def check_regular(folder: Path, name: str) -> None:
-    """Refuse what is no regular file; a link only passes from a Hub snapshot into the blobs of its repository."""
+    """Refuse what is no regular file; a link only passes from a Hub snapshot into the blobs of its cache."""
     path = folder / name
     try:
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
             target = Path(os.path.realpath(path))
-            blobs = Path(os.path.realpath(folder.parent.parent / "blobs"))
-            if folder.parent.name != "snapshots" or target.parent != blobs:
+            if not _is_blob(target, Path(os.path.realpath(folder))):
                 raise BundleError(f"file {name}: a symbolic link to {str(target)[:200]!r}, needed a regular file")
             mode = target.lstat().st_mode
     except FileNotFoundError:
@@ -111,6 +110,14 @@ def check_regular(folder: Path, name: str) -> None:
         raise BundleError(f"file {name}: cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(mode):
         raise BundleError(f"file {name}: neither a regular file nor a link to one")
+
+
+def _is_blob(target: Path, folder: Path) -> bool:
+    """Whether a file lies where the Hub's client keeps the content of a snapshot: CACHE/models--A--B/snapshots/COMMIT."""
+    repository = folder.parent.parent
+    own = target.parent == repository / "blobs"
+    shared = target.parent.parent == repository.parent / "blobs"  # the client's store of content that repositories share
+    return folder.parent.name == "snapshots" and (own or shared)
 
 
 def file_digest(path: Path) -> str:

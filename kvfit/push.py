@@ -101,7 +101,7 @@ def push(
         RefError: the repository cannot be reached or written; says why.
     """
     name = str(to)
-    local = isinstance(to, Path) or is_path(name) or (Path(name).is_dir() and not is_repository(name))
+    local = isinstance(to, Path) or is_path(name) or (name != "" and Path(name).is_dir() and not is_repository(name))
     if not local and not is_repository(name):
         raise RefError(f"push: found --to {name!r}, needed org/name or a folder such as ./name")
     if tag is not None and not is_tag(tag):
