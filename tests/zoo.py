@@ -27,6 +27,7 @@ class Family:
         windows: per layer the window or None; None for no windows at all.
         scaling: attention scaling of table 0.
         note: for the table in the documentation.
+        since: first version of transformers that can make the model.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Family:
     windows: tuple[int | None, ...] | None = None
     scaling: float = 1.0
     note: str = ""
+    since: str = "4.57"
 
 
 def _yarn(**more: Any) -> dict[str, Any]:
@@ -115,7 +117,7 @@ FAMILIES = [
     ),
     Family("granite", "granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.7}),
     Family("stablelm", "stablelm", {"partial_rotary_factor": 0.25}, rotated_width=4, note="25 % rotated"),
-    Family("stablelm-qk-norm", "stablelm", {"partial_rotary_factor": 0.25, "qk_layernorm": True}, rotated_width=4),
+    Family("stablelm-qk-norm", "stablelm", {"partial_rotary_factor": 0.25, "qk_layernorm": True}, rotated_width=4, since="5.0"),
     Family("gpt-neox", "gpt_neox", {"rotary_pct": 0.25}, rotated_width=4, note="fused projections, interleaved by head"),
     Family(
         "gpt-oss",
@@ -147,6 +149,7 @@ def build(family: Family, dtype: torch.dtype = torch.float32, seed: int = 0, **o
     """The family's model: 3 layers, 4 query heads on 2 key/value heads, hidden 64 (head size 16), vocabulary 96."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _skip_before(family.since)
     common = {
         "hidden_size": 64,
         "intermediate_size": 64,
@@ -192,6 +195,7 @@ class Refused:
     layer_index: int | None
     reason: str
     what: str  # for the table in the documentation
+    since: str = "4.57"
 
 
 _LATENT = {
@@ -217,7 +221,7 @@ REFUSED = [
     Refused("qwen3-next", "qwen3_next", _LINEAR, 1, "linear_attention owns no keys", "linear-attention hybrid"),
     Refused("lfm2", "lfm2", {"layer_types": [_FULL, "conv", _FULL]}, 1, "conv owns no keys", "convolution hybrid"),
     Refused("gemma3n", "gemma3n_text", {**_SHARED, **_3N}, 2, "shares the keys and values", "shared keys and values"),
-    Refused("gemma4", "gemma4_text", _SHARED, 2, "shares the keys and values", "shared keys and values"),
+    Refused("gemma4", "gemma4_text", _SHARED, 2, "shares the keys and values", "shared keys and values", "5.6"),
     Refused(
         "gemma4-unshared",
         "gemma4_text",
@@ -225,6 +229,7 @@ REFUSED = [
         1,
         "one geometry for all layers",
         "a head size per layer type",
+        "5.6",
     ),
     Refused(
         "llama4",
@@ -234,7 +239,14 @@ REFUSED = [
         "chunked_attention",
         "chunked attention",
     ),
-    Refused("mllama", "mllama_text_model", {"cross_attention_layers": [1]}, 1, "cross attention", "cross attention"),
+    Refused(
+        "mllama",
+        "mllama_text_model",
+        {"cross_attention_layers": [1], "rope_scaling": {"rope_type": "default"}},
+        1,
+        "cross attention",
+        "cross attention",
+    ),
     Refused("t5", "t5", {"d_kv": 16, "decoder_start_token_id": 0}, None, "cross attention", "encoder and decoder"),
     Refused(
         "llama-dynamic",
@@ -271,6 +283,7 @@ def build_refused(refused: Refused) -> Any:
     """The model, by the class that transformers has for it."""
     import transformers
 
+    _skip_before(refused.since)
     if refused.name == "t5":
         return _seeded(
             transformers.T5ForConditionalGeneration,
@@ -293,3 +306,12 @@ def build_refused(refused: Refused) -> Any:
 def _seeded(cls: Any, config: Any) -> Any:
     torch.manual_seed(0)
     return cls(config).eval()
+
+
+def _skip_before(version: str) -> None:
+    import pytest
+    import transformers
+    from packaging.version import Version
+
+    if Version(transformers.__version__) < Version(version):
+        pytest.skip(f"transformers {transformers.__version__} cannot make this model, needed {version}")
