@@ -21,7 +21,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _ARMS = {
     "native": "the target prefills the whole prefix itself: the ceiling",
     "transfer": "mapped cache alone",
-    "handoff": "mapped cache, first token run by the target: what is judged",
+    "handoff": "mapped cache, first and last tokens run by the target as in use: what is judged",
     "source": "the source goes on by itself: what moving has to beat",
     "raw": "control: the source's cache, unmapped",
     "mean": "control: the mean cache, no context",

@@ -54,7 +54,9 @@ def model_spec(ref: str, *, n_layers: int, n_heads: int, head_dim: int = 4, base
     )
 
 
-def mapper_spec(*, dtype: str = "float32", support: str = "full", source: str = "org/small", target: str = "org/large") -> MapperSpec:
+def mapper_spec(
+    *, dtype: str = "float32", support: str = "full", source: str = "org/small", target: str = "org/large"
+) -> MapperSpec:
     """Two source layers to three target layers, one head to two."""
     return MapperSpec(
         format_version=1,
@@ -91,7 +93,9 @@ def weights(spec: MapperSpec, seed: int = 0) -> Iterator[tuple[Kind, int, torch.
         yield entry.kind, entry.layer_index, weight.to(getattr(torch, spec.dtype)), numbers(spec.target.width)
 
 
-def make_bundle(folder: Path, spec: MapperSpec | None = None, *, seed: int = 0, shard_bytes: int = 2 << 30, **extra: Any) -> Path:
+def make_bundle(
+    folder: Path, spec: MapperSpec | None = None, *, seed: int = 0, shard_bytes: int = 2 << 30, **extra: Any
+) -> Path:
     """Write a bundle and return its folder."""
     spec = spec or mapper_spec()
     write_bundle(folder, spec, weights(spec, seed), recipe=RECIPE, solve=SOLVE, shard_bytes=shard_bytes, **extra)
@@ -102,7 +106,15 @@ def evaluation(bundle: Bundle, verdict: str = "pass") -> dict[str, Any]:
     """An `evaluation.json` of made-up numbers that binds to the bundle."""
 
     def row(nll: float, kl: float, share: float, low: float, high: float, recall: float | None) -> dict[str, Any]:
-        return {"nll": nll, "kl": kl, "kl_p95": 3 * kl, "top1": 1 - kl, "share_of_gap": share, "interval": [low, high], "recall": recall}
+        return {
+            "nll": nll,
+            "kl": kl,
+            "kl_p95": 3 * kl,
+            "top1": max(0.0, 1 - kl),
+            "share_of_gap": share,
+            "interval": [low, high],
+            "recall": recall,
+        }
 
     return {
         "verdict": verdict,

@@ -56,7 +56,9 @@ class Repository:
     tags: dict[str, str] = field(default_factory=dict)
 
     def commit(self, tree: dict[str, File], branch: str) -> str:
-        text = f"{len(self.commits)} {self.branches.get(branch)} " + " ".join(f"{name}:{file.git_id}" for name, file in sorted(tree.items()))
+        text = f"{len(self.commits)} {self.branches.get(branch)} " + " ".join(
+            f"{name}:{file.git_id}" for name, file in sorted(tree.items())
+        )
         oid = hashlib.sha1(text.encode()).hexdigest()
         self.commits[oid] = tree
         self.branches[branch] = oid
@@ -140,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._serve()
 
-    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+    do_HEAD = do_POST = do_PUT = do_GET
 
     def _serve(self) -> None:
         parts = urlsplit(self.path)
@@ -150,7 +152,10 @@ class _Handler(BaseHTTPRequestHandler):
         line = f"{self.command} {path}"
         with self.hub.lock:
             self.hub.requests.append(line)
-            fault = next((item for item in self.hub.faults if item.times and item.method == self.command and re.search(item.path, path)), None)
+            fault = next(
+                (item for item in self.hub.faults if item.times and item.method == self.command and re.search(item.path, path)),
+                None,
+            )
         try:
             self.cut = None
             if fault is not None:
@@ -167,7 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = self._route(path, body)
         except _Problem as problem:
             headers = {"X-Error-Code": problem.code} if problem.code else {}
-            self._send(problem.status, json.dumps({"error": problem.text}).encode(), headers | {"X-Error-Message": problem.text})
+            self._send(
+                problem.status, json.dumps({"error": problem.text}).encode(), headers | {"X-Error-Message": problem.text}
+            )
             return
         if isinstance(answer, tuple):
             self._send(200, *answer)
@@ -269,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Problem(400, None, '"license" must be one of [apache-2.0, mit, ...]')
         return {"errors": [], "warnings": []}
 
-    def preupload(self, body: bytes, name: str, revision: str) -> Any:
+    def preupload(self, body: bytes, name: str, _revision: str) -> Any:
         tree = self._repository(name, write="create_pr" not in self.query).tree
         return {
             "files": [

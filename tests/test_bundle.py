@@ -129,7 +129,20 @@ def test_adding_files_changes_neither_weights_nor_their_digest(tmp_path):
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("name", ["mapper.json", "recipe.json", "SHA256SUMS", "x.py", "a/b.png", "../x.png", ".x.png", "x\n.png", "mapper-00002-of-00002.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mapper.json",
+        "recipe.json",
+        "SHA256SUMS",
+        "x.py",
+        "a/b.png",
+        "../x.png",
+        ".x.png",
+        "x\n.png",
+        "mapper-00002-of-00002.safetensors",
+    ],
+)
 def test_nothing_else_can_be_added(tmp_path, name):
     folder = make_bundle(tmp_path / "b")
     before = _content(folder)
@@ -157,7 +170,9 @@ def test_an_existing_folder_is_refused_and_left_alone(tmp_path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-@pytest.mark.parametrize("fault", ["interrupt", "order", "shape", "dtype", "nan", "infinite bias", "short", "long", "recipe", "path"])
+@pytest.mark.parametrize(
+    "fault", ["interrupt", "order", "shape", "dtype", "nan", "infinite bias", "short", "long", "recipe", "path"]
+)
 def test_a_write_that_fails_leaves_nothing(tmp_path, fault):
     spec = mapper_spec()
     recipe = dict(RECIPE)
@@ -283,7 +298,10 @@ def test_writing_holds_one_layer_in_memory(tmp_path):
 
 
 def test_importing_the_reader_imports_nothing_heavy():
-    code = "import sys, kvfit.bundle, kvfit.hub, kvfit.push, kvfit.verify, kvfit.card\nprint([m for m in ('transformers','zarr','datasets','click','huggingface_hub') if m in sys.modules])"
+    code = (
+        "import sys, kvfit.bundle, kvfit.hub, kvfit.push, kvfit.verify, kvfit.card\n"
+        "print([m for m in ('transformers','zarr','datasets','click','huggingface_hub') if m in sys.modules])"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
     assert found.stdout.strip() == "[]"
 

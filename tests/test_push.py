@@ -1,5 +1,6 @@
 """Push and load against a Hub on the loopback, driven by the real client; and the same to a folder."""
 
+import contextlib
 import json
 import os
 import re
@@ -57,14 +58,22 @@ def test_push_then_tag_then_load(hub, bundle):
     before = {path.name: path.read_bytes() for path in bundle.iterdir()}
     result = push(bundle, NAME, tag="v1")
     repository = hub.repositories[NAME]
-    assert (result.status, result.tag, result.commit, result.next_version) == ("pushed", "v1", repository.branches["main"], "v2")
+    assert (result.status, result.tag, result.commit, result.next_version) == (
+        "pushed",
+        "v1",
+        repository.branches["main"],
+        "v2",
+    )
     assert repository.tags == {"v1": result.commit}
     assert len(repository.commits) == 2
     assert {name for name in repository.tree if name != ".gitattributes"} == set(before) | {"README.md"}
     assert repository.tree[SHARD].large
     assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
     # order: the card is validated before anything is made or sent, and the tag comes last
-    order = [next(i for i, line in enumerate(hub.requests) if part in line) for part in ("validate-yaml", "repos/create", "PUT", "/commit/", "/tag/")]
+    order = [
+        next(i for i, line in enumerate(hub.requests) if part in line)
+        for part in ("validate-yaml", "repos/create", "PUT", "/commit/", "/tag/")
+    ]
     assert order == sorted(order)
     found = Bundle.open(resolve(NAME, "v1"))
     assert found.weights_digest == Bundle.open(bundle).weights_digest == result.weights_digest
@@ -137,7 +146,7 @@ def test_private(hub, bundle, monkeypatch, tmp_path):
             resolve(NAME, "v1")
 
 
-def test_missing_revision_gated_and_no_mapper_are_told_apart(hub, bundle, monkeypatch, tmp_path):
+def test_missing_revision_gated_and_no_mapper_are_told_apart(hub, bundle, monkeypatch):
     push(bundle, NAME, tag="v1")
     with pytest.raises(RefError, match=r"org/nothing: missing, or private"):
         resolve("org/nothing")
@@ -322,12 +331,11 @@ def test_a_pull_request_changes_no_branch_and_makes_no_version(hub, bundle, monk
 def test_a_truncated_download_is_refused_and_fetched_again(hub, bundle):
     push(bundle, NAME, tag="v1")
     hub.faults.append(Fault("GET", f"resolve/.*{SHARD}", cut=50, times=1))
-    try:
-        folder = resolve(NAME, "v1")  # the client asks again for the rest
-    except RefError as error:
-        assert NAME in str(error)
-        folder = resolve(NAME, "v1")
-    Bundle.open(folder).check_weights()
+    # The client asks again for the rest, or gives up; either way nothing torn is ever handed out.
+    with contextlib.suppress(RefError):
+        Bundle.open(resolve(NAME, "v1")).check_weights()
+    assert hub.faults[0].times == 0
+    Bundle.open(resolve(NAME, "v1")).check_weights()
 
 
 def test_content_of_the_right_size_but_other_bytes_is_refused(hub, bundle):
@@ -356,7 +364,9 @@ def test_offline_by_tag_and_by_hash_in_a_fresh_process(hub, bundle, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | settings
 
     def run(*refs: str, **more: str) -> list[str]:
-        done = subprocess.run([sys.executable, "-c", code, *refs], capture_output=True, text=True, env=environment | more, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *refs], capture_output=True, text=True, env=environment | more, check=True
+        )
         return done.stdout.splitlines()
 
     digest = Bundle.open(bundle).weights_digest
@@ -452,7 +462,8 @@ def test_a_published_folder_is_registered_next_to_the_entries(bundle, tmp_path):
     assert resolve(entry.location, entry.pin) == registry / "demo" / "v1"
 
 
-def test_scores_of_other_weights_are_not_registered(hub, bundle, tmp_path):
+@pytest.mark.usefixtures("hub")
+def test_scores_of_other_weights_are_not_registered(bundle, tmp_path):
     other = make_bundle(tmp_path / "other", mapper_spec(), seed=1)
     add_files(other, {"evaluation.json": json.dumps(evaluation(Bundle.open(bundle))).encode()})
     (tmp_path / "registry").mkdir()
