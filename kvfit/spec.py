@@ -204,8 +204,6 @@ class MapperSpec:
                 raise SpecError(
                     f"layers[{index}].source_layers", str(list(chosen)), f"ascending layers of 0..{self.source.n_layers - 1}"
                 )
-        if self.support == "head" and self.source.n_heads != self.target.n_heads and self.target.n_heads % self.source.n_heads:
-            raise SpecError("support", f"head with {self.source.n_heads} to {self.target.n_heads} heads", "counts that divide")
 
     def layer(self, kind: Kind, layer_index: int) -> LayerMap:
         """The entry of one kind of one target layer."""

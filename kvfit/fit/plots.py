@@ -20,7 +20,15 @@ def r2_map(report: dict[str, Any]) -> bytes:
         if len(values) * len(values[0]) <= 64:
             for target_layer, row in enumerate(values):
                 for source_layer, value in enumerate(row):
-                    axis.text(source_layer, target_layer, f"{value:.2f}", ha="center", va="center", fontsize=8, color="white" if value < 0.6 else "black")
+                    axis.text(
+                        source_layer,
+                        target_layer,
+                        f"{value:.2f}",
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        color="white" if value < 0.6 else "black",
+                    )
         figure.colorbar(image, ax=axis, label="R2 on the holdout split")
     figure.suptitle("How much of a target layer one source layer explains")
     return _png(figure)

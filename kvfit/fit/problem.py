@@ -1,4 +1,4 @@
-"""From a store to one regression problem: which blocks make the inputs and outputs, and in which order.
+"""From a store to regressions: which blocks make the inputs and outputs, in which order, and what of them fits in memory.
 
 The order of input features is written here once, and `Mapper` follows it: with ``inputs="same"`` the chosen source layers
 ascending, each with its heads and their features; with ``inputs="both"`` first all keys in that order, then all values.
@@ -6,15 +6,22 @@ ascending, each with its heads and their features; with ``inputs="both"`` first 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvfit.fit.ridge import Moments
-from kvfit.fit.store import Block, Split, Store
-from kvfit.spec import KINDS, Inputs, Kind, Support
+from kvfit.errors import SolveError
+from kvfit.fit.ridge import Outputs, Precision
+from kvfit.fit.store import CACHE_BYTES, Block, Split, Store
+from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, Support
+
+ITEM = 8  # bytes of a float64
+# Matrices of F x G that are in memory at a time while one batch of target layers is solved: cross scatter, weight, and the
+# scatter times the weight. A float32 factor refines with three more.
+WORK = {"float64": 3, "mixed": 6}
 
 
 def source_head(head: int, n_source: int, n_target: int) -> int:
@@ -24,112 +31,213 @@ def source_head(head: int, n_source: int, n_target: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs and outputs of one regression.
+    """Regressions of one kind of some target layers on one set of source layers.
+
+    With support ``full`` it is one regression, with ``head`` one per target head: its panels.
 
     Attributes:
-        inputs: source blocks, in feature order.
-        outputs: target blocks, in output order.
-        n_source_heads: of the source.
-        n_target_heads: of the target.
-        head: None for all heads of every block; else the target head, and the inputs are its matched source head only.
+        source, target: the models.
+        kind: what is predicted.
+        source_layers: the source layers read, ascending.
+        target_layers: the target layers predicted.
+        support: ``full`` or ``head``.
+        inputs: ``same`` or ``both``.
     """
 
-    inputs: tuple[Block, ...]
-    outputs: tuple[Block, ...]
-    n_source_heads: int
-    n_target_heads: int
-    head: int | None = None
-
-    @staticmethod
-    def of(
-        store: Store, kind: Kind, source_layers: Sequence[int], target_layers: Sequence[int], *, support: Support = "full", inputs: Inputs = "same"
-    ) -> Iterator[Problem]:
-        """One problem over all heads where `support` is ``full``, else one per target head."""
-        kinds = (kind,) if inputs == "same" else KINDS
-        blocks = tuple((k, i) for k in kinds for i in source_layers)
-        outputs = tuple((kind, t) for t in target_layers)
-        counts = (store.source.n_heads, store.target.n_heads)
-        for head in (None,) if support == "full" else range(counts[1]):
-            yield Problem(blocks, outputs, *counts, head)
-
-    def source_columns(self, width: int) -> slice:
-        """Columns of one source block that are inputs; `width` is the block's."""
-        if self.head is None:
-            return slice(0, width)
-        size = width // self.n_source_heads
-        at = source_head(self.head, self.n_source_heads, self.n_target_heads)
-        return slice(at * size, (at + 1) * size)
-
-    def target_columns(self, width: int) -> slice:
-        """Columns of one target block that are outputs."""
-        if self.head is None:
-            return slice(0, width)
-        size = width // self.n_target_heads
-        return slice(self.head * size, (self.head + 1) * size)
-
-    def per_head(self, values: Tensor) -> Tensor:
-        """Sums of a per-output quantity (G,) over each head: (target layers, H), with H = 1 where one head is predicted."""
-        return values.view(len(self.outputs), self.n_target_heads if self.head is None else 1, -1).sum(2)
+    source: ModelSpec
+    target: ModelSpec
+    kind: Kind
+    source_layers: tuple[int, ...]
+    target_layers: tuple[int, ...]
+    support: Support = "full"
+    inputs: Inputs = "same"
 
     @property
-    def head_columns(self) -> slice:
-        """The target heads that are predicted."""
-        return slice(None) if self.head is None else slice(self.head, self.head + 1)
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds read."""
+        return (self.kind,) if self.inputs == "same" else KINDS
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Source blocks in feature order."""
+        return tuple((kind, i) for kind in self.kinds for i in self.source_layers)
+
+    @property
+    def panels(self) -> list[tuple[slice, slice]]:
+        """Columns of a source block and of a target block, per regression."""
+        if self.support == "full":
+            return [(slice(0, self.source.width), slice(0, self.target.width))]
+        d, e = self.source.head_dim, self.target.head_dim
+        found = []
+        for head in range(self.target.n_heads):
+            at = source_head(head, self.source.n_heads, self.target.n_heads)
+            found.append((slice(at * d, (at + 1) * d), slice(head * e, (head + 1) * e)))
+        return found
+
+    @property
+    def n_inputs(self) -> int:
+        """F of one regression."""
+        return len(self.blocks) * (self.source.width if self.support == "full" else self.source.head_dim)
+
+    @property
+    def scatter_bytes(self) -> int:
+        """Bytes of the source scatters of all panels, float64."""
+        return len(self.panels) * self.n_inputs**2 * ITEM
+
+    def layer_bytes(self, precision: Precision) -> int:
+        """Bytes of work per target layer that is solved at the same time."""
+        return WORK[precision] * self.n_inputs * self.target.width * ITEM
+
+    def least_bytes(self, precision: Precision) -> int:
+        """The memory that solving one target layer of this problem needs: the factor, the holdout scatter, the work.
+
+        A float32 factor lies beside the matrix that it was made from.
+        """
+        factor = self.scatter_bytes * (1.5 if precision == "mixed" else 1.0)
+        blocks = 6 * max(self.source.width, self.target.width) * self.source.width * ITEM
+        return int(factor) + self.scatter_bytes + self.layer_bytes(precision) + CACHE_BYTES + blocks
+
+    def for_layers(self, target_layers: Sequence[int]) -> Problem:
+        """The same for other target layers."""
+        return Problem(self.source, self.target, self.kind, self.source_layers, tuple(target_layers), self.support, self.inputs)
+
+    def by_output(self, panels: Sequence[Tensor]) -> Tensor:
+        """Per-panel vectors over (target layers x outputs of the panel) as (target layers, H * D)."""
+        n = len(self.target_layers)
+        return torch.stack([panel.view(n, -1) for panel in panels], 1).view(n, -1)
+
+    def weight(self, panels: Sequence[Tensor], position: int) -> Tensor:
+        """The weight of one target layer, (F, G) or (H_target, F, D_target), out of per-panel weights."""
+        parts = [panel.T.reshape(len(self.target_layers), -1, self.n_inputs)[position].T for panel in panels]
+        return parts[0] if self.support == "full" else torch.stack(parts)
 
 
 class Reader:
-    """Reads problems from a store, block by block in float64, and keeps the source halves that it read last.
+    """Reads problems from a store in float64, block by block, and keeps within a memory budget.
 
-    The source scatter of a set of layers is the large part (F x F) and serves every target layer that reads the set.
+    Scatters of a set of source layers are the large part (F x F) and serve every penalty and target layer; as many as fit are
+    kept.
     """
 
-    def __init__(self, store: Store, *, device: torch.device | str = "cpu", keep: int = 4) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        device: torch.device | str = "cpu",
+        memory_budget: int = 4 << 30,
+        precision: Precision = "float64",
+    ) -> None:
         self.store = store
-        self.device = device
-        self._keep = keep
-        self._scatters: dict[tuple[object, ...], Tensor] = {}
+        self.device = torch.device(device)
+        self.memory_budget = memory_budget
+        self.precision: Precision = precision
+        self._room = 0
+        self._kept: OrderedDict[tuple[object, ...], list[Tensor]] = OrderedDict()
 
-    def moments(self, problem: Problem, split: Split) -> Moments:
-        """The problem's centred moments on one split. Peak memory is F*F + F*G float64 and one block."""
-        store = self.store
-        from_source = problem.source_columns(store.source.width)
-        from_target = problem.target_columns(store.target.width)
-        width, depth = from_source.stop - from_source.start, from_target.stop - from_target.start
-        shape = (width * len(problem.inputs), depth * len(problem.outputs))
-        cross = torch.empty(shape, dtype=torch.float64, device=self.device)
-        for i, a in enumerate(problem.inputs):
-            for t, b in enumerate(problem.outputs):
-                block = store.cross_scatter(split, a, b)[from_source, from_target]
-                cross[i * width : (i + 1) * width, t * depth : (t + 1) * depth] = block.to(self.device)
+    def problem(
+        self,
+        kind: Kind,
+        source_layers: Sequence[int],
+        target_layers: Sequence[int],
+        support: Support = "full",
+        inputs: Inputs = "same",
+    ) -> Problem:
+        """A problem of this store's pair."""
+        return Problem(self.store.source, self.store.target, kind, tuple(source_layers), tuple(target_layers), support, inputs)
 
-        def joined(parts: list[Tensor], columns: slice) -> Tensor:
-            return torch.cat([part[columns] for part in parts]).to(self.device)
+    def batches(self, problem: Problem) -> Iterator[Problem]:
+        """The problem cut into runs of target layers that can be solved at a time within the budget.
 
-        return Moments(
-            count=store.count(split),
-            source_scatter=self._source_scatter(problem, split),
-            cross_scatter=cross,
-            target_scatter=joined([store.target_scatter(split, b) for b in problem.outputs], from_target),
-            source_mean=joined([store.source_mean(split, a) for a in problem.inputs], from_source),
-            target_mean=joined([store.target_mean(split, b) for b in problem.outputs], from_target),
+        Raises:
+            SolveError: not even one fits; says what is needed.
+        """
+        least = problem.least_bytes(self.precision)
+        check_budget(problem, self.memory_budget, self.precision)
+        spare = self.memory_budget - least
+        per_layer = problem.layer_bytes(self.precision)
+        # Half of what is left widens the batches, the rest keeps scatters from being read again.
+        n = min(len(problem.target_layers), 1 + int(spare // 2 // per_layer))
+        self._room = problem.scatter_bytes + spare - (n - 1) * per_layer
+        self._evict(0)
+        for start in range(0, len(problem.target_layers), n):
+            yield problem.for_layers(problem.target_layers[start : start + n])
+
+    def scatters(self, problem: Problem, split: Split, *, to_change: bool = False) -> list[Tensor]:
+        """Source scatter of each panel on one split, (F, F).
+
+        Args:
+            problem: whose.
+            split: ``fit`` or ``holdout``.
+            to_change: give tensors that nobody else holds.
+        """
+        key = (split, problem.blocks, problem.support)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            kept = self._kept[key]
+            return [scatter.clone() for scatter in kept] if to_change else kept
+        # A copy to change and one to keep must both fit.
+        keep = problem.scatter_bytes * (2 if to_change else 1) <= self._room
+        self._evict(problem.scatter_bytes if keep else 0)
+        read = self._read_scatters(problem, split)
+        if keep:
+            self._kept[key] = read
+            return [scatter.clone() for scatter in read] if to_change else read
+        return read
+
+    def source_means(self, problem: Problem, split: Split) -> list[Tensor]:
+        """Mean of the inputs of each panel on one split, (F,)."""
+        means = [self.store.source_mean(split, block) for block in problem.blocks]
+        return [torch.cat([mean[columns] for mean in means]).to(self.device) for columns, _ in problem.panels]
+
+    def outputs(self, problem: Problem, split: Split) -> list[Outputs]:
+        """Cross scatter (F, G), target scatter and mean of each panel on one split; G is layer-major."""
+        store, blocks, panels = self.store, problem.blocks, problem.panels
+        n = len(problem.target_layers)
+        width, depth = (problem.n_inputs // len(blocks), panels[0][1].stop - panels[0][1].start)
+        # Column-major, which is what the triangular solves work on.
+        crosses = [torch.empty(n * depth, problem.n_inputs, dtype=torch.float64, device=self.device) for _ in panels]
+        for i, a in enumerate(blocks):
+            for t, layer_index in enumerate(problem.target_layers):
+                block = store.cross_scatter(split, a, (problem.kind, layer_index)).to(self.device)
+                for cross, (rows, columns) in zip(crosses, panels, strict=True):
+                    cross[t * depth : (t + 1) * depth, i * width : (i + 1) * width] = block[rows, columns].T
+        targets = [(problem.kind, layer_index) for layer_index in problem.target_layers]
+        scatters = [store.target_scatter(split, b) for b in targets]
+        means = [store.target_mean(split, b) for b in targets]
+        return [
+            Outputs(cross.T, *(torch.cat([part[columns] for part in parts]).to(self.device) for parts in (scatters, means)))
+            for cross, (_, columns) in zip(crosses, panels, strict=True)
+        ]
+
+    def _read_scatters(self, problem: Problem, split: Split) -> list[Tensor]:
+        blocks, panels, f = problem.blocks, problem.panels, problem.n_inputs
+        width = f // len(blocks)
+        scatters = [torch.empty(f, f, dtype=torch.float64, device=self.device) for _ in panels]
+        for i, a in enumerate(blocks):
+            for j, b in enumerate(blocks[i:], start=i):
+                block = self.store.source_scatter(split, a, b).to(self.device)
+                for scatter, (columns, _) in zip(scatters, panels, strict=True):
+                    part = block[columns, columns]
+                    scatter[i * width : (i + 1) * width, j * width : (j + 1) * width] = part
+                    if j != i:
+                        scatter[j * width : (j + 1) * width, i * width : (i + 1) * width] = part.T
+        return scatters
+
+    def _evict(self, coming: int) -> None:
+        """Drop what was used longest ago until the rest and `coming` bytes fit the room."""
+        while self._kept and coming + sum(s.nbytes for kept in self._kept.values() for s in kept) > self._room:
+            self._kept.popitem(last=False)
+
+
+def check_budget(problem: Problem, memory_budget: int, precision: Precision) -> None:
+    """Refuse a problem that cannot be solved within a memory budget.
+
+    Raises:
+        SolveError: says how much it needs.
+    """
+    least = problem.least_bytes(precision)
+    if least > memory_budget:
+        raise SolveError(
+            f"--memory-budget: found {memory_budget / 2**30:.2f} GiB, needed {least / 2**30:.2f} GiB to factor {problem.n_inputs}"
+            f" inputs ({len(problem.source_layers)} source layers): raise it, choose a smaller --top-k, or use --support head"
         )
-
-    def _source_scatter(self, problem: Problem, split: Split) -> Tensor:
-        columns = problem.source_columns(self.store.source.width)
-        key = (split, problem.inputs, columns.start, columns.stop)
-        if key in self._scatters:
-            self._scatters[key] = self._scatters.pop(key)
-            return self._scatters[key]
-        while len(self._scatters) >= self._keep:
-            del self._scatters[next(iter(self._scatters))]
-        width = columns.stop - columns.start
-        f = width * len(problem.inputs)
-        scatter = torch.empty(f, f, dtype=torch.float64, device=self.device)
-        for i, a in enumerate(problem.inputs):
-            for j, b in enumerate(problem.inputs[i:], start=i):
-                block = self.store.source_scatter(split, a, b)[columns, columns].to(self.device)
-                scatter[i * width : (i + 1) * width, j * width : (j + 1) * width] = block
-                if j != i:
-                    scatter[j * width : (j + 1) * width, i * width : (i + 1) * width] = block.T
-        self._scatters[key] = scatter
-        return scatter

@@ -9,21 +9,25 @@ Source: Heo et al., arXiv:2608.03893, section 3 (independent ranking); held-out 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from kvfit.fit import ridge
-from kvfit.fit.problem import Problem, Reader
-from kvfit.fit.store import Split
-from kvfit.spec import KINDS, Kind, Support
+from kvfit.fit.layout import SPLITS, Part
+from kvfit.fit.problem import Reader
+from kvfit.fit.recipe import Ranking
+from kvfit.fit.regression import solutions
+from kvfit.spec import KINDS, Inputs, Kind, Support
 
-Select = Literal["independent", "greedy"]
-Chosen = dict[Kind, list[tuple[int, ...]]]
+Layers = tuple[int, ...]
+Chosen = dict[Kind, list[Layers]]
+# R2 (len(target_layers),) of some target layers on one ascending set of source layers.
+ScoreOf = Callable[[Layers, list[int]], Sequence[float]]
 
 # Probes need a factor, not a fit: this only keeps nearly collinear heads of one layer from failing.
 PROBE_PENALTY = 1e-3
@@ -34,86 +38,103 @@ class Probe:
     """Single-source R2 of one kind.
 
     Attributes:
-        fit: (L_target, L_source, H_target), in sample.
-        holdout: the same on the holdout split.
-        fit_layers: (L_target, L_source), pooled over all outputs of the target layer.
-        holdout_layers: the same on the holdout split.
+        heads: per split, (L_target, L_source, H_target).
+        layers: per split, (L_target, L_source), pooled over all outputs of the target layer.
+        support: whether each target head was predicted from all heads of the source layer or from the matched one.
+        penalty: of the probes.
     """
 
-    fit: Tensor
-    holdout: Tensor
-    fit_layers: Tensor
-    holdout_layers: Tensor
+    heads: dict[Part, Tensor]
+    layers: dict[Part, Tensor]
+    support: Support
+    penalty: float
 
 
-def probe(reader: Reader, kind: Kind, *, support: Support = "full", progress: bool = True) -> Probe:
+def probe(
+    reader: Reader,
+    kind: Kind,
+    *,
+    ranking: Ranking = "holdout",
+    support: Support = "full",
+    inputs: Inputs = "same",
+    progress: bool = True,
+) -> Probe:
     """Single-source R2 of every (target layer, source layer, target head).
 
     All target layers of one source layer share one factorisation.
+
+    Args:
+        reader: of the store.
+        kind: what is predicted.
+        ranking: ``heo2026`` probes by least squares from the matched head of the same kind, whatever the map reads.
+        support: of the map.
+        inputs: of the map.
+        progress: show a bar.
     """
+    penalty = PROBE_PENALTY
+    if ranking == "heo2026":
+        support, inputs, penalty = "head", "same", 0.0
     source, target = reader.store.source, reader.store.target
     shape = (target.n_layers, source.n_layers, target.n_heads)
-    errors: dict[Split, Tensor] = {split: torch.zeros(*shape, dtype=torch.float64) for split in ("fit", "holdout")}
-    totals: dict[Split, Tensor] = {split: torch.zeros(*shape, dtype=torch.float64) for split in ("fit", "holdout")}
+    heads = {split: torch.zeros(*shape, dtype=torch.float64) for split in SPLITS}
+    layers = {split: torch.zeros(*shape[:2], dtype=torch.float64) for split in SPLITS}
     for layer_index in tqdm(range(source.n_layers), desc=f"probe {kind}", disable=None if progress else True):
-        for problem in Problem.of(reader.store, kind, (layer_index,), range(target.n_layers), support=support):
-            found = {split: reader.moments(problem, split) for split in ("fit", "holdout")}
-            fit = found["fit"]
-            factor = ridge.factorise(fit.source_scatter, fit.count, PROBE_PENALTY, name=f"{kind} of source layer {layer_index}")
-            weight = ridge.solve(factor, fit.cross_scatter)
-            bias = ridge.bias(fit, weight)
-            for split in errors:
-                error = ridge.squared_error(found[split], weight, bias)
-                errors[split][:, layer_index, problem.head_columns] = problem.per_head(error).cpu()
-                totals[split][:, layer_index, problem.head_columns] = problem.per_head(found[split].target_scatter).cpu()
-    return Probe(
-        fit=1 - errors["fit"] / totals["fit"],
-        holdout=1 - errors["holdout"] / totals["holdout"],
-        fit_layers=1 - errors["fit"].sum(2) / totals["fit"].sum(2),
-        holdout_layers=1 - errors["holdout"].sum(2) / totals["holdout"].sum(2),
-    )
+        problem = reader.problem(kind, (layer_index,), range(target.n_layers), support, inputs)
+        for solution in solutions(reader, problem, penalty):
+            rows = list(solution.problem.target_layers)
+            for split, score in solution.scores.items():
+                error, total = (sums.view(len(rows), target.n_heads, -1).sum(2).cpu() for sums in (score.error(), score.total))
+                heads[split][rows, layer_index] = ridge.r2(error, total)
+                layers[split][rows, layer_index] = ridge.r2(error.sum(1), total.sum(1))
+    return Probe(heads, layers, support, penalty)
+
+
+def ranking_scores(probes: dict[Kind, Probe], ranking: Ranking, shared_layers: bool) -> dict[Kind, Tensor]:
+    """The scores (L_target, L_source) that source layers are ranked by, per kind.
+
+    Shared layers are ranked by the mean over kinds; ``heo2026`` by the mean over heads, in sample.
+    """
+    if ranking == "heo2026":
+        scores = {kind: probes[kind].heads["fit"].mean(2) for kind in KINDS}
+    else:
+        scores = {kind: probes[kind].layers["holdout"] for kind in KINDS}
+    return dict.fromkeys(KINDS, (scores["keys"] + scores["values"]) / 2) if shared_layers else scores
 
 
 def rank(scores: Tensor) -> list[list[int]]:
     """Source layers of each target layer, best first. Scores (L_target, L_source); ties go to the earlier layer."""
-    return [sorted(range(scores.shape[1]), key=lambda i: (-float(row[i]), i)) for row in scores]
+    return [sorted(range(len(row)), key=lambda i: (-row[i], i)) for row in scores.tolist()]
 
 
-def shared_scores(probes: dict[Kind, Probe], split: Literal["fit", "holdout"]) -> dict[Kind, Tensor]:
-    """One score for both kinds: the mean over kinds of the R2, for maps whose keys and values read the same layers."""
-    name = "fit_layers" if split == "fit" else "holdout_layers"
-    mean = torch.stack([getattr(probes[kind], name) for kind in KINDS]).mean(0)
-    return dict.fromkeys(KINDS, mean)
-
-
-def take(ranking: Sequence[Sequence[int]], k: int) -> list[tuple[int, ...]]:
+def take(ranking: Sequence[Sequence[int]], k: int) -> list[Layers]:
     """The best k source layers of each target layer, ascending."""
     return [tuple(sorted(order[:k])) for order in ranking]
 
 
-def greedy(n_source: int, n_target: int, k: int, score: Callable[[tuple[int, ...]], Tensor], *, progress: bool = True) -> list[list[int]]:
+def greedy(n_source: int, n_target: int, k: int, score: ScoreOf, *, progress: bool = True) -> list[list[int]]:
     """Forward selection: source layers of each target layer in the order in which they were added.
+
+    All target layers go a step at a time, so that a set which several of them try is factored once.
 
     Args:
         n_source: source layers to choose from.
         n_target: target layers.
         k: how many to choose.
-        score: R2 (L_target,) of one ascending set of source layers, for every target layer; called once per distinct set.
+        score: called once per step for every distinct set, with the target layers that try it.
         progress: show a bar.
     """
-    known: dict[tuple[int, ...], Tensor] = {}
     orders: list[list[int]] = [[] for _ in range(n_target)]
-    for target_layer in tqdm(range(n_target), desc="greedy selection", disable=None if progress else True):
-        order = orders[target_layer]
-        while len(order) < min(k, n_source):
-            best, best_score = -1, -float("inf")
+    for step in range(min(k, n_source)):
+        tried: dict[Layers, list[int]] = defaultdict(list)
+        for target_layer, order in enumerate(orders):
             for candidate in range(n_source):
-                if candidate in order:
-                    continue
-                chosen = tuple(sorted([*order, candidate]))
-                if chosen not in known:
-                    known[chosen] = score(chosen)
-                if float(known[chosen][target_layer]) > best_score:
-                    best, best_score = candidate, float(known[chosen][target_layer])
-            order.append(best)
+                if candidate not in order:
+                    tried[tuple(sorted([*order, candidate]))].append(target_layer)
+        best: dict[int, tuple[float, int]] = {}
+        for chosen, members in tqdm(tried.items(), desc=f"greedy, layer {step + 1} of {k}", disable=None if progress else True):
+            for target_layer, found in zip(members, score(chosen, members), strict=True):
+                added = next(i for i in chosen if i not in orders[target_layer])
+                best[target_layer] = min(best.get(target_layer, (float("inf"), 0)), (-float(found), added))
+        for target_layer, (_, added) in best.items():
+            orders[target_layer].append(added)
     return orders
