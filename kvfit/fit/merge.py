@@ -146,12 +146,11 @@ def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
 def _check_alike(stores: Sequence[Store]) -> None:
     seen: dict[str, Path] = {}
     for store in stores:
-        place, part = os.path.realpath(store.path), store.recipe.get(PART_FIELD)
-        for key in (place, None if part is None else json.dumps(part, sort_keys=True)):
+        parts = [json.dumps(part, sort_keys=True) for part in _part_list(store.record)]
+        for key in (os.path.realpath(store.path), *parts):
             if key in seen:
-                raise MismatchError(f"{store.path} and {seen[key]} are the same part; merge every part once")
-            if key is not None:
-                seen[key] = store.path
+                raise MismatchError(f"{store.path} and {seen[key]} hold the same part; merge every part once")
+        seen.update(dict.fromkeys((os.path.realpath(store.path), *parts), store.path))
         first, other = (_comparable(one.record) for one in (stores[0], store))
         difference = first_difference(first, other, "")
         if difference is not None:
@@ -167,16 +166,18 @@ def _comparable(record: Record) -> dict[str, Any]:
     return {**models, "inputs": record.inputs, "stats_dtype": record.stats_dtype, "recipe": recipe}
 
 
+def _part_list(record: Record) -> list[Any]:
+    """The parts in a store: what its recipe's field says, those of a merge one by one; none where it says nothing."""
+    part = record.recipe.get(PART_FIELD)
+    if isinstance(part, Mapping) and set(part) == {"merged"}:
+        return list(part["merged"])
+    return [] if part is None else [part]
+
+
 def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
     """The common recipe, its parts in an order of their own, so that the order of merging leaves no trace."""
     recipe = {name: value for name, value in records[0].recipe.items() if name != PART_FIELD}
-    parts: list[Any] = []
-    for record in records:
-        part = record.recipe.get(PART_FIELD)
-        if isinstance(part, Mapping) and set(part) == {"merged"}:
-            parts.extend(part["merged"])
-        elif part is not None:
-            parts.append(part)
+    parts = [part for record in records for part in _part_list(record)]
     return {**recipe, PART_FIELD: {"merged": sorted(parts, key=lambda part: json.dumps(part, sort_keys=True))}}
 
 

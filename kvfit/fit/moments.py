@@ -19,9 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows per float32 product before it is added up in float64. The rounding of a float32 product grows with its rows: by the
-# square root where the kernel sums in blocks (processors), faster where it runs along all rows (graphics cards).
-ROWS_PER_PRODUCT = {"cpu": 4096, "other": 1024}
+ROWS_PER_SUM = 4096  # rows whose products are summed in float32 before they go into the float64 total
 
 
 @contextlib.contextmanager
@@ -31,34 +29,36 @@ def precise_matmul() -> Iterator[None]:
     Off inside: TF32 and bfloat16 passes for float32 products on graphics cards and in oneDNN, reduced-precision sums of
     half-precision products, float16 accumulation, and autocast.
     """
-    switches: list[tuple[Any, str, Any]] = []
-    cuda = torch.backends.cuda.matmul
-    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
-    legacy = None
-    if hasattr(cuda, "fp32_precision"):
-        # Only the newer of torch's two interfaces: it never refuses to be read, whichever of them the caller used.
-        switches.append((cuda, "fp32_precision", "ieee"))
-        if mkldnn is not None:
-            switches.append((mkldnn, "fp32_precision", "ieee"))
-    else:
-        legacy = (torch.get_float32_matmul_precision(), cuda.allow_tf32)
-    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation"):
-        if hasattr(cuda, name):
-            switches.append((cuda, name, False))
+    cuda, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    switches: list[tuple[Any, str, Any]] = [
+        (cuda, name, False)
+        for name in (
+            "allow_fp16_reduced_precision_reduction",
+            "allow_bf16_reduced_precision_reduction",
+            "allow_fp16_accumulation",
+        )
+        if hasattr(cuda, name)
+    ]
+    # Torch has an older and a newer interface to one setting. The older one refuses to be read once a caller used both, so
+    # the newer one is set too, and last; on a torch that lacks it the older one says all.
+    switches += [(owner, "fp32_precision", "ieee") for owner in (cuda, mkldnn) if hasattr(owner, "fp32_precision")]
     before = [getattr(owner, name) for owner, name, _ in switches]
     try:
-        if legacy is not None:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        precision = None
+    try:
+        if precision is not None:
             torch.set_float32_matmul_precision("highest")
         for owner, name, value in switches:
             setattr(owner, name, value)
         with torch.autocast("cpu", enabled=False), _no_cuda_autocast():
             yield
     finally:
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
         for (owner, name, _), value in zip(switches, before, strict=True):
             setattr(owner, name, value)
-        if legacy is not None:
-            torch.set_float32_matmul_precision(legacy[0])
-            cuda.allow_tf32 = legacy[1]
 
 
 def _no_cuda_autocast() -> contextlib.AbstractContextManager[Any]:
@@ -73,7 +73,7 @@ def shift_of(rows: Tensor) -> Tensor:
 def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total[p] += left' @ right_p`` for P matrices side by side in `right`.
 
-    Float32 products of a few thousand rows at a time, added up in float64.
+    Float32 products of a few thousand rows at a time, added up in float64: 1e-6 of the norms of the two features, always.
 
     Args:
         total: (P, R, C) float64, changed in place.
@@ -81,9 +81,19 @@ def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
         right: (N, P * C) float32, shifted activations.
     """
     n_pairs, n_rows, n_columns = total.shape
-    step = ROWS_PER_PRODUCT["cpu" if left.device.type == "cpu" else "other"]
-    for start in range(0, left.shape[0], step):
-        product = left[start : start + step].T @ right[start : start + step]  # (R, P * C)
+    narrow = min(left.shape[1], right.shape[1]) < 16
+    # A kernel that runs along all rows rounds once per row, and always the same way where values lie on a coarse grid, as
+    # float32 activations far from zero do. Kernels of processors sum in blocks, but for the narrowest matrices.
+    step = 128 if narrow else ROWS_PER_SUM if left.device.type == "cpu" else 256
+    for start in range(0, left.shape[0], ROWS_PER_SUM):
+        stop = min(start + ROWS_PER_SUM, left.shape[0])
+        product = left[start : min(start + step, stop)].T @ right[start : min(start + step, stop)]  # (R, P * C)
+        for more in range(start + step, stop, step):
+            rows, columns = left[more : min(more + step, stop)], right[more : min(more + step, stop)]
+            if narrow:
+                product += rows.T @ columns
+            else:
+                product.addmm_(rows.T, columns)
         total.add_(product.view(n_rows, n_pairs, n_columns).transpose(0, 1))
 
 
@@ -95,9 +105,8 @@ def sums(rows: Tensor) -> Tensor:
 def squares(rows: Tensor) -> Tensor:
     """``sum of rows * rows``, (F,) float64, squared in float64. Rows (N, F) float32, shifted."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    step = ROWS_PER_PRODUCT["other"]
-    for start in range(0, rows.shape[0], step):
-        total += rows[start : start + step].to(torch.float64).square_().sum(0)
+    for start in range(0, rows.shape[0], ROWS_PER_SUM):
+        total += rows[start : start + ROWS_PER_SUM].to(torch.float64).square_().sum(0)
     return total
 
 

@@ -89,10 +89,9 @@ class Store:
         self._check(b, self.source, "source")
         if (KINDS.index(a[0]), a[1]) > (KINDS.index(b[0]), b[1]):
             return self.source_scatter(split, b, a).T.contiguous()
-        products = self._products(split, "source", a, b)
-        if a == b:
-            products = (products + products.T) / 2  # a float32 product is symmetric but for its rounding
-        return moments.centre(products, self._sum(split, "source_sum", a), self._sum(split, "source_sum", b), self.count(split))
+        left, right = self._sum(split, "source_sum", a), self._sum(split, "source_sum", b)
+        scatter = moments.centre(self._products(split, "source", a, b), left, right, self.count(split))
+        return (scatter + scatter.T) / 2 if a == b else scatter  # a float32 product is symmetric but for its rounding
 
     def cross_scatter(self, split: Split, a: Block, b: Block) -> Tensor:
         """Scatter of source block `a` and target block `b` about the split's own means, (F1, G1) float64.

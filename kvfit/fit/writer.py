@@ -55,6 +55,7 @@ class StoreWriter:
         self._lock: int | None = lock
         # Where each split's current numbers are: the live generation, or the other one once it was rewritten.
         self._current: dict[Part, Generation | None] = {split: record.live.of(split) for split in SPLITS}
+        self._unsynced: set[str] = set()  # folders of arrays with a file whose name may not be on the disk yet
         self._digests: dict[str, list[str]] = {path: list(digests) for path, digests in record.digests.items()}
 
     @classmethod
@@ -122,7 +123,7 @@ class StoreWriter:
             path = array_path(split, current, array)
             stored = read_chunk(self.root, path, array, number, self._digests[path][number])
             inside[...] = stored[: inside.shape[0], : inside.shape[1]] + addition
-        digest = write_chunk(self.root / array_path(split, self.pending(split), array) / chunk.key, numbers)
+        digest = self._write(array_path(split, self.pending(split), array), chunk.key, numbers)
         self.disk_bytes += numbers.nbytes
         self.disk_seconds += time.perf_counter() - started
         return digest
@@ -140,7 +141,7 @@ class StoreWriter:
     def write_vector(self, path: str, array: VectorArray, numbers: Array) -> str:
         """Write one small array and give its digest."""
         data = np.ascontiguousarray(numbers, np.dtype(array.dtype).newbyteorder("<"))
-        return write_chunk(self.root / path / array.chunks[0].key, data)
+        return self._write(path, array.chunks[0].key, data)
 
     def write_shifts(self, shifts: dict[str, Array]) -> None:
         """Write the shifts by name. Only before the commit that names them first."""
@@ -160,9 +161,9 @@ class StoreWriter:
         )  # fmt: skip
         named = record.live_arrays()
         record = dataclasses.replace(record, digests={path: tuple(self._digests[path]) for path in named})
-        for path in named:
-            if self.record.digests.get(path) != record.digests[path]:
-                sync_folder(self.root / path)
+        for path in sorted(self._unsynced):
+            sync_folder(self.root / path)
+        self._unsynced.clear()
         write_record(self.root, record)
         self.record = record
         self._digests = {path: self._digests[path] for path in named}
@@ -176,6 +177,12 @@ class StoreWriter:
             if path not in live:
                 for file in (self.root / path).glob("c.*"):
                     file.unlink()
+
+    def _write(self, path: str, key: str, numbers: Array) -> str:
+        file = self.root / path / key
+        if not file.exists():
+            self._unsynced.add(path)
+        return write_chunk(file, numbers)
 
     def close(self) -> None:
         """Let go of the lock. What was not committed is gone."""
