@@ -7,12 +7,14 @@ The tokens of a conversation of S tokens, of which the source's cache covers T, 
     prefix-tail .. prefix  run by the target itself, on top of the mapped tokens
     prefix .. S          left to the caller; at least one token, so that the first logits are the target's own
 
-with prefix = min(T, S - 1).
+with prefix = min(T, S - 1). Guided recompute then lets the target run the mapped tokens that matter most once more.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from kvfit import cache as caches
 from kvfit.errors import KvfitError, MismatchError
 from kvfit.mapper import Mapper
+from kvfit.recompute import guided_tokens
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,11 @@ class Handoff:
         status: ``applied``, or ``fallback_prefill`` when the target prefilled instead.
         reason: why it fell back, None when it did not.
         n_mapped: tokens per sequence that were mapped.
-        n_exact: tokens per sequence that the target ran here.
+        n_exact: tokens per sequence that the target ran here, head and tail.
         n_reused: tokens per sequence that the target's cache held already.
-        seconds: wall time of each part (``exact``, ``transfer``, ``prefill``), as seen by the host: a device may still be busy.
+        recomputed: (B, C), indices of the tokens that the target ran once more in the mapped context; None for none.
+        seconds: wall time of each part (``guide``, ``transfer``, ``exact``, ``recompute``, ``prefill``), as seen by the host: a
+            device may still be busy.
     """
 
     cache: Any
@@ -48,6 +53,7 @@ class Handoff:
     n_mapped: int
     n_exact: int
     n_reused: int
+    recomputed: Tensor | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -61,6 +67,9 @@ def handoff(
     attention_mask: Tensor | None = None,
     exact_head: int = 1,
     exact_tail: int = 0,
+    recompute: float = 0.0,
+    guide: Any = None,
+    exact_tokens: Tensor | Sequence[int] | None = None,
     target_cache: Any = None,
     target_ids: Tensor | None = None,
     on_error: Literal["raise", "prefill"] = "raise",
@@ -69,23 +78,31 @@ def handoff(
 
     Args:
         mapper: from the source to the target.
-        target_model: the loaded target.
+        target_model: the loaded target; that it is the one the mapper was fitted on is checked at first use.
         input_ids: (B, S), the whole conversation. The source's cache covers its first T tokens, T <= S.
         source_cache: the source's cache; never changed.
         attention_mask: (B, S), for left-padded batches: 0 on padding. Default all ones.
         exact_head: first tokens that the target runs itself.
         exact_tail: last tokens of the moved prefix that the target runs itself.
+        recompute: share of the moved prefix, 0 to 1, that the target runs once more: the tokens that `guide` looks at (see
+            `kvfit.recompute`). It costs this share of a prefill and gives back exact content where the question looks.
+        guide: the loaded source, needed with `recompute`.
+        exact_tokens: instead of `recompute`: which tokens to run once more, indices into the conversation, (C,) or (B, C). A
+            token may be named twice, to fill up a row. Tokens beyond the mapped part are exact anyway.
         target_cache: a cache of the target from an earlier turn. What it holds beyond the longest common prefix of `target_ids`
-            and `input_ids` is cropped off; what is common is kept, and only newer tokens are mapped.
+            and `input_ids` is cropped off; what is common is kept, and only newer tokens are mapped. It is changed and becomes
+            the result's cache, unless tokens are run once more in a target with windows: that makes a new one.
         target_ids: (B, n), the ids that `target_cache` was made from; needed with it.
-        on_error: ``raise``, or ``prefill``: let the target prefill and say so in the result.
+        on_error: ``raise``, or ``prefill``: whatever goes wrong, let the target prefill and say so in the result.
 
     Returns:
         The cache, the ids still to run, and what was done. Continue with ``target_model.generate(moved.input_ids,
         cache=moved.cache)``.
 
     Raises:
-        MismatchError: ids, mask and caches do not fit each other or the mapper; nothing has been changed then.
+        MismatchError: the target or the guide is not the mapper's, or ids, mask and caches do not fit each other; nothing has
+            been changed then.
+        UnsupportedModelError: a model's attention kernel cannot do what `recompute` or `exact_tokens` needs.
     """
     if on_error not in ("raise", "prefill"):
         raise MismatchError(f"on_error: found {on_error!r}, needed 'raise' or 'prefill'")
@@ -94,19 +111,46 @@ def handoff(
     mask = _checked_mask(input_ids, attention_mask)
     mover = _Mover(target_model, input_ids, mask)
     try:
-        return mover.move(mapper, source_cache, exact_head, exact_tail, target_cache, target_ids)
-    except KvfitError as error:
+        wanted = _Wanted(exact_head, exact_tail, recompute, guide, exact_tokens)
+        return mover.move(mapper, source_cache, wanted, target_cache, target_ids)
+    except Exception as error:
         if on_error == "raise":
             raise
-        return mover.prefill(str(error))
+        return mover.prefill(str(error) if isinstance(error, KvfitError) else f"{type(error).__name__}: {error}")
 
 
 def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if attention_mask is None:
         return torch.ones_like(input_ids)
     if attention_mask.shape != input_ids.shape:
-        raise MismatchError(f"attention_mask: found shape {tuple(attention_mask.shape)}, needed {tuple(input_ids.shape)} as input_ids")
-    return attention_mask.to(input_ids.device)
+        raise MismatchError(
+            f"attention_mask: found shape {tuple(attention_mask.shape)}, needed {tuple(input_ids.shape)} as input_ids"
+        )
+    mask = (attention_mask != 0).to(input_ids)
+    if bool((mask[:, -1] == 0).any() | (mask.diff(dim=1) < 0).any()):
+        raise MismatchError("attention_mask: found padding after a token, needed padding on the left only")
+    return mask
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the target is to run itself."""
+
+    exact_head: int
+    exact_tail: int
+    recompute: float
+    guide: Any
+    exact_tokens: Tensor | Sequence[int] | None
+
+    def __post_init__(self) -> None:
+        if self.exact_head < 0 or self.exact_tail < 0:
+            raise MismatchError(f"exact_head, exact_tail: found {self.exact_head}, {self.exact_tail}, needed 0 or more")
+        if not 0 <= self.recompute <= 1:
+            raise MismatchError(f"recompute: found {self.recompute}, needed a fraction of 0 to 1")
+        if self.recompute and self.guide is None:
+            raise MismatchError(f"recompute={self.recompute}: found no guide, needed the source model, or exact_tokens instead")
+        if self.recompute and self.exact_tokens is not None:
+            raise MismatchError("recompute, exact_tokens: found both, needed one way to choose tokens")
 
 
 class _Mover:
@@ -117,85 +161,160 @@ class _Mover:
         self.input_ids = input_ids
         self.mask = mask
         self.positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        self.padded = bool((mask == 0).any())
+        self.padding = int((mask == 0).sum(-1).max())
         self.seconds: dict[str, float] = {}
 
     def run(self, cache: Any, start: int, stop: int) -> None:
         """The target itself runs tokens start to stop on top of the cache."""
-        begun = time.perf_counter()
         if stop > start:
-            caches.forward(
-                self.model,
-                self.input_ids[:, start:stop],
-                cache,
-                position_ids=self.positions[:, start:stop],
-                attention_mask=self.mask[:, :stop] if self.padded else None,
-                base=True,
-            )
-        self.seconds["exact"] = self.seconds.get("exact", 0.0) + time.perf_counter() - begun
+            with _timed(self.seconds, "exact"):
+                caches.forward(
+                    self.model,
+                    self.input_ids[:, start:stop],
+                    cache,
+                    position_ids=self.positions[:, start:stop],
+                    attention_mask=self.mask[:, :stop] if self.padding else None,
+                    base=True,
+                )
 
-    def result(self, cache: Any, prefix: int, reason: str | None, n_mapped: int, n_reused: int) -> Handoff:
+    def prefill(self, reason: str) -> Handoff:
+        """The target runs everything itself, in a cache of its own."""
+        cache = caches.new_cache(self.model)
+        prefix = self.input_ids.shape[1] - 1
+        self.seconds = {}
+        self.run(cache, 0, prefix)
+        self.seconds = {"prefill": self.seconds.get("exact", 0.0)}
         return Handoff(
             cache=cache,
             input_ids=self.input_ids,
             remaining_ids=self.input_ids[:, prefix:],
-            status="applied" if reason is None else "fallback_prefill",
+            status="fallback_prefill",
             reason=reason,
-            n_mapped=n_mapped,
-            n_exact=prefix - n_mapped - n_reused,
-            n_reused=n_reused,
+            n_mapped=0,
+            n_exact=prefix,
+            n_reused=0,
             seconds=self.seconds,
         )
 
-    def prefill(self, reason: str) -> Handoff:
-        cache = caches.new_cache(self.model)
-        prefix = self.input_ids.shape[1] - 1
-        begun = time.perf_counter()
-        self.run(cache, 0, prefix)
-        self.seconds = {"prefill": time.perf_counter() - begun}
-        return self.result(cache, prefix, reason, 0, 0)
-
-    def move(
-        self, mapper: Mapper, source_cache: Any, exact_head: int, exact_tail: int, target_cache: Any, target_ids: Tensor | None
-    ) -> Handoff:
-        if exact_head < 0 or exact_tail < 0:
-            raise MismatchError(f"exact_head, exact_tail: found {exact_head}, {exact_tail}, needed 0 or more")
+    def move(self, mapper: Mapper, source_cache: Any, wanted: _Wanted, target_cache: Any, target_ids: Tensor | None) -> Handoff:
+        mapper.check_models(wanted.guide, self.model)
         pairs = caches.read_cache(source_cache)
         batch, length = self.input_ids.shape
         covered = pairs[0][0].shape[2]
         if pairs[0][0].shape[0] != batch or covered > length:
             raise MismatchError(
-                f"source_cache: found {pairs[0][0].shape[0]} sequences of {covered} tokens, needed {batch} of at most {length} as input_ids has"
+                f"source_cache: found {pairs[0][0].shape[0]} sequences of {covered} tokens, needed {batch} of at most {length} "
+                "as input_ids has"
             )
         prefix = min(covered, length - 1)
-        reused = self.common(target_cache, target_ids, prefix)
+        mapper.check(pairs, self.positions[:, :covered])
+        reused = self.common(mapper, target_cache, target_ids, prefix)
         # In a left-padded batch the first real token of every row must be exact, so the head reaches over the longest padding.
-        padding = int((self.mask == 0).sum(-1).max()) if self.padded else 0
-        head = min(max(reused, padding + exact_head if exact_head else 0), prefix)
-        tail = max(head, prefix - exact_tail)
-        pairs = [(keys[:, :, :tail], values[:, :, :tail]) for keys, values in pairs]
-        mapper.check(pairs, self.positions[:, :tail])
+        head = min(max(reused, self.padding + wanted.exact_head if wanted.exact_head else 0), prefix)
+        tail = max(head, prefix - wanted.exact_tail)
+        pairs = [(keys[:, :, :prefix], values[:, :, :prefix]) for keys, values in pairs]
+        windowed = any(window is not None for window in mapper.spec.target.windows)
+        tokens = self.chosen(wanted, pairs, tail, reused if windowed else 0)
+        mapped: list[tuple[Tensor, Tensor]] = []
+        with _timed(self.seconds, "transfer"):
+            if tail > head:
+                cut = [(keys[:, :, :tail], values[:, :, :tail]) for keys, values in pairs]
+                mapped = mapper.transfer_layers(cut, positions=self.positions[:, :tail], start=head, target_model=self.model)
 
-        # Everything was checked; from here on the target's cache changes.
+        # Everything was checked and mapped; from here on the target's cache changes.
         cache = caches.new_cache(self.model) if target_cache is None else target_cache
         if target_cache is not None:
             caches.crop(cache, reused)
-        self.run(cache, reused, head)
-        begun = time.perf_counter()
-        if tail > head:
-            mapper.transfer(pairs, positions=self.positions[:, :tail], into=cache)
-        self.seconds["transfer"] = time.perf_counter() - begun
+        # A windowed layer drops tokens that those run once more may need to see.
+        work = caches.whole(cache) if tokens is not None and windowed else cache
+        self.run(work, reused, head)
+        for layer_index, (keys, values) in enumerate(mapped):
+            caches.place(work, layer_index, keys, values)
+        if tokens is not None:
+            self.run_again(work, tokens, tail, mapper.spec.target.windows)
+        if work is not cache:
+            cache = caches.new_cache(self.model)
+            for layer_index, (keys, values) in enumerate(caches.read_cache(work)):
+                caches.append(cache, layer_index, keys, values)
         self.run(cache, tail, prefix)
-        return self.result(cache, prefix, None, tail - head, reused)
+        return Handoff(
+            cache=cache,
+            input_ids=self.input_ids,
+            remaining_ids=self.input_ids[:, prefix:],
+            status="applied",
+            reason=None,
+            n_mapped=tail - head,
+            n_exact=prefix - tail + head - reused,
+            n_reused=reused,
+            recomputed=tokens,
+            seconds=self.seconds,
+        )
 
-    def common(self, target_cache: Any, target_ids: Tensor | None, prefix: int) -> int:
+    def chosen(self, wanted: _Wanted, pairs: list[tuple[Tensor, Tensor]], tail: int, first: int) -> Tensor | None:
+        """(B, C) tokens of first to tail - 1 to run once more, ascending; None for none."""
+        batch, prefix = self.input_ids.shape[0], pairs[0][0].shape[2]
+        if wanted.exact_tokens is None:
+            if not wanted.recompute or tail <= first:
+                return None
+            with _timed(self.seconds, "guide"):
+                tokens = guided_tokens(
+                    wanted.guide,
+                    pairs,
+                    self.input_ids,
+                    prefix=prefix,
+                    n_tokens=tail,
+                    fraction=wanted.recompute,
+                    first=first,
+                    attention_mask=self.mask if self.padding else None,
+                ).to(self.input_ids.device)
+        else:
+            tokens = torch.as_tensor(wanted.exact_tokens, device=self.input_ids.device)
+            tokens = tokens.expand(batch, -1) if tokens.dim() == 1 else tokens
+            if tokens.dim() != 2 or tokens.shape[0] != batch or (tokens.numel() and tokens.is_floating_point()):
+                raise MismatchError(
+                    f"exact_tokens: found shape {tuple(tokens.shape)}, needed whole numbers (C,) or ({batch}, C)"
+                )
+            if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < prefix:
+                raise MismatchError(
+                    f"exact_tokens: found {int(tokens.min())} to {int(tokens.max())}, "
+                    f"needed indices of the {prefix} moved tokens"
+                )
+            tokens = tokens.long()
+        # What the tail runs needs no second run, and what a windowed layer may have dropped cannot have one: such a place in a
+        # row is filled by running one of the allowed tokens, the same for all, once more.
+        outside = (tokens >= tail) | (tokens < first)
+        tokens = tokens.masked_fill(outside, first).sort(dim=1).values
+        return tokens if tokens.shape[1] and tail > first and not bool(outside.all()) else None
+
+    def run_again(self, cache: Any, tokens: Tensor, tail: int, windows: tuple[int | None, ...]) -> None:
+        with _timed(self.seconds, "recompute"):
+            caches.rewrite(
+                self.model,
+                self.input_ids[:, :tail],
+                cache,
+                tokens,
+                position_ids=self.positions[:, :tail],
+                attention_mask=self.mask[:, :tail],
+                windows=windows,
+            )
+
+    def common(self, mapper: Mapper, target_cache: Any, target_ids: Tensor | None, prefix: int) -> int:
         """Tokens of the target's cache that are also the conversation's first ones."""
         if target_cache is None:
             return 0
         held = caches.cache_length(target_cache)
-        if target_ids is None or target_ids.shape[0] != self.input_ids.shape[0] or target_ids.shape[1] < held:
+        batch = self.input_ids.shape[0]
+        if target_ids is None or target_ids.dim() != 2 or target_ids.shape[0] != batch or target_ids.shape[1] < held:
             found = None if target_ids is None else tuple(target_ids.shape)
-            raise MismatchError(f"target_ids: found {found}, needed the ids of all {held} tokens in target_cache")
+            raise MismatchError(f"target_ids: found {found}, needed ({batch}, n) ids of all {held} tokens in target_cache")
+        mapper.check_into(target_cache, batch, prefix)
         most = min(held, prefix)
         differs = (target_ids[:, :most].to(self.input_ids.device) != self.input_ids[:, :most]).any(0)
         return int(differs.int().argmax()) if bool(differs.any()) else most
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begun

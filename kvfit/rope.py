@@ -88,6 +88,37 @@ def unrotate(
     return _turn(keys, table, cos_sin, dtype, inverse=True)
 
 
+def turn_(keys: Tensor, table: RopeTable, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
+    """Rotate keys in place, or with `inverse` take their rotation back; for buffers that the caller owns.
+
+    Args:
+        keys: (B, H, T, D), float32 or float64, any strides.
+        table: the layer's table.
+        cos_sin: what `angles` gave for these T tokens.
+        inverse: take the rotation back.
+
+    Returns:
+        `keys`.
+
+    Raises:
+        MismatchError: `cos_sin`, the head size or the dtype does not fit.
+    """
+    if keys.dtype not in (torch.float32, torch.float64):
+        raise MismatchError(f"keys: found {keys.dtype}, needed float32 or float64 to rotate in place")
+    cos, sin = (_fitted(part, keys, table, keys.dtype) for part in cos_sin)
+    if inverse:
+        sin = -sin
+    if table.attention_scaling != 1.0:
+        scaling = 1 / table.attention_scaling if inverse else table.attention_scaling
+        cos, sin = cos * scaling, sin * scaling
+    first, second = _planes(table, table.rotated_width)
+    x, y = keys[..., first], keys[..., second]  # (B, H, T, R/2)
+    crossed = x * sin
+    x.mul_(cos).addcmul_(y, sin, value=-1)
+    y.mul_(cos).add_(crossed)
+    return keys
+
+
 def _turn(
     keys: Tensor, table: RopeTable | None, cos_sin: tuple[Tensor, Tensor], dtype: torch.dtype | None, *, inverse: bool
 ) -> Tensor:
