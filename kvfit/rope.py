@@ -13,16 +13,11 @@ Source: Su et al. 2021, "RoFormer"; the scaling is YaRN's (Peng et al. 2023).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError
 from kvfit.spec import RopeTable
-
-if TYPE_CHECKING:
-    from kvfit.spec import RopeSpec
 
 
 def angles(table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,10 +157,3 @@ def _fitted(part: Tensor, keys: Tensor, table: RopeTable, dtype: torch.dtype) ->
         )
     part = part.to(device=keys.device, dtype=dtype)
     return part[None, None] if part.dim() == 2 else part[:, None]
-
-
-def rope_spec(model: Any) -> RopeSpec:
-    """The rotary tables of a loaded model and which layer uses which: see `kvfit.probe.probe`, whose `rope` this is."""
-    from kvfit.probe import probe
-
-    return probe(model).rope

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvfit import cache as caches
 from kvfit.identity import config_digest, weight_fingerprint
 from kvfit.mapper import Mapper
-from kvfit.rope import rope_spec
+from kvfit.probe import probe
 from kvfit.spec import KINDS, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -45,7 +45,7 @@ def spec_of(model: Any, ref: str = "made/up") -> ModelSpec:
         config.num_hidden_layers,
         heads,
         head_dim,
-        rope_spec(model),
+        probe(model).rope,
         ref=ref,
         family=model.config.model_type,
         n_query_heads=config.num_attention_heads,
