@@ -23,18 +23,20 @@ HEAD = """<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli.py, t
 
 # Command line
 
-If you are unsure which command you need, run `kvfit demo`: it does the whole job on a built-in pair and prints where it put things.
+If you are unsure which command you need, run `kvfit demo`: it does the whole job on a built-in pair and prints where
+it put things.
 
-The usual order is `capture`, `solve`, `evaluate`, `push`. What a command acts on comes first; where the result goes is `--out` or `--to`.
-Wherever a model is asked for, give a folder, `org/name` or `org/name@revision` on the Hub, or `demo:source` or `demo:target`; wherever text is
-asked for, a `.jsonl`, `.parquet` or `.txt` file, a folder of such files, a dataset `org/name` on the Hub, or `demo:text` or `demo:heldout`.
+The usual order is `capture`, `solve`, `evaluate`, `push`. What a command acts on comes first; where the result goes
+is `--out` or `--to`. Wherever a model is asked for, give a folder, `org/name` or `org/name@revision` on the Hub, or
+`demo:source` or `demo:target`; wherever text is asked for, a `.jsonl`, `.parquet` or `.txt` file, a folder of such
+files, a dataset `org/name` on the Hub, or `demo:text` or `demo:heldout`.
 
 Progress and log go to stderr. The result goes to stdout: one line, or one JSON object with `--json`.
 
 | Exit code | Meaning |
 |---|---|
 | 0 | done |
-| 1 | a kvfit error: one line on stderr says what was found, what was needed and what to do; see [Errors](errors.md) |
+| 1 | a kvfit error: one line on stderr: what was found, what was needed, what to do; see [Errors](errors.md) |
 | 2 | the command line itself is wrong |
 | 3 | refused by a gate: the verdict of an evaluation is `fail` |
 """
@@ -60,9 +62,20 @@ def _default(option: click.Option) -> str:
 
 
 def _usage(name: str, command: click.Command) -> str:
-    arguments = [p.human_readable_name.upper() + ("..." if p.nargs == -1 else "") for p in command.params if isinstance(p, click.Argument)]
-    needed = [f"{p.opts[-1]} {p.human_readable_name.upper()}" for p in command.params if isinstance(p, click.Option) and p.required]
+    arguments = [
+        p.human_readable_name.upper() + ("..." if p.nargs == -1 else "")
+        for p in command.params
+        if isinstance(p, click.Argument)
+    ]
+    needed = [
+        f"{p.opts[-1]} {p.human_readable_name.upper()}" for p in command.params if isinstance(p, click.Option) and p.required
+    ]
     return " ".join(["kvfit", name, *arguments, *needed, "[OPTIONS]"])
+
+
+def _row(option: click.Option) -> str:
+    names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    return f"| {names} | {_type(option)} | {_default(option)} | {_plain(option.help)} |"
 
 
 def _command(name: str, command: click.Command) -> Iterator[str]:
@@ -70,10 +83,7 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
     yield f"```text\n{_usage(name, command)}\n```"
     yield "\n\n".join(re.sub(r"\s+", " ", part).strip() for part in (command.help or "").split("\n\n"))
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
-    rows = [
-        f"| {', '.join(f'`{name}`' for name in [*option.opts, *option.secondary_opts])} | {_type(option)} | {_default(option)} | {_plain(option.help)} |"
-        for option in options
-    ]
+    rows = [_row(option) for option in options]
     yield "\n".join(["| Option | Takes | Default | |", "|---|---|---|---|", *rows])
 
 

@@ -1,7 +1,7 @@
 """The documentation is true: its Python runs, its commands parse, its reference is the code's own, its files agree.
 
-Every Python block of a page runs in order in one namespace, in an empty folder that holds what `kvfit demo` leaves (made here on
-less text). A block whose fence has a title beginning with "Not run" is left out.
+Every Python block of a page runs in order in one namespace, in a folder that holds what `kvfit demo` leaves (made here on less
+text). A block whose fence has a title beginning with "Not run" is left out.
 """
 
 import ast
@@ -106,8 +106,16 @@ def loaded() -> dict[str, Any]:
 
     source, target = (AutoModelForCausalLM.from_pretrained(MODELS[f"demo:{name}"]).eval() for name in ("source", "target"))
     tokenizer = AutoTokenizer.from_pretrained(MODELS["demo:target"])
-    ids = tokenizer("In the beginning was a text of more than a few words, so that there is something to move.", return_tensors="pt")
-    return {"source_model": source, "target_model": target, "tokenizer": tokenizer, "input_ids": ids["input_ids"], "caches": caches}
+    ids = tokenizer(
+        "In the beginning was a text of more than a few words, so that there is something to move.", return_tensors="pt"
+    )
+    return {
+        "source_model": source,
+        "target_model": target,
+        "tokenizer": tokenizer,
+        "input_ids": ids["input_ids"],
+        "caches": caches,
+    }
 
 
 def _prelude(loaded: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +149,9 @@ def test_most_python_is_run() -> None:
 
 def test_a_page_that_is_wrong_would_fail(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("```python\nx = 1\n```\n\n```python title=\"Not run: needs a GPU\"\nx = 2\n```\n\n```python\nassert x == 2\n```\n")
+    page.write_text(
+        '```python\nx = 1\n```\n\n```python title="Not run: needs a GPU"\nx = 2\n```\n\n```python\nassert x == 2\n```\n'
+    )
     with pytest.raises(AssertionError):
         run_page(page, {})
     page.write_text(page.read_text().replace("assert x == 2", "assert x == 1"))
@@ -159,7 +169,9 @@ def test_commands_parse(page: Path) -> None:
             pytest.fail(f"{shlex.join(words)}: {error.format_message() if isinstance(error, click.ClickException) else error}")
 
 
-@pytest.mark.parametrize("line", ["kvfit capture a b", "kvfit solve s --out o --no-such", "kvfit fly", "kvfit solve s --out o --top-k x"])
+@pytest.mark.parametrize(
+    "line", ["kvfit capture a b", "kvfit solve s --out o --no-such", "kvfit fly", "kvfit solve s --out o --top-k x"]
+)
 def test_a_command_that_is_wrong_would_fail(line: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"```sh\ncd x && {line}  # comment\n```\n")
@@ -176,7 +188,9 @@ def test_commands_and_options_named_in_text_exist() -> None:
     wrong = []
     for page in ALL:
         for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8"))):
-            wrong += [f"{page.name}: {option}" for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code) if option not in known]
+            wrong += [
+                f"{page.name}: {option}" for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code) if option not in known
+            ]
             wrong += [f"{page.name}: {code}" for name in re.findall(r"^kvfit ([a-z]+)", code) if name not in cli.commands]
     assert wrong == []
 
@@ -230,7 +244,9 @@ def test_ci_run_stops_at_a_failure() -> None:
     [call] = re.findall(r"^bash -c '.*'$", text, re.MULTILINE)
     assert text.index("set -euo pipefail") < text.index(call)
     broken = call.replace("python3 -m venv .venv", "false")
-    done = subprocess.run(["bash", "-c", f"set -euo pipefail\n{broken}\necho went on"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail\n{broken}\necho went on"], capture_output=True, text=True, check=False
+    )
     assert done.returncode != 0
     assert "went on" not in done.stdout
 
