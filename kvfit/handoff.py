@@ -25,6 +25,7 @@ from kvfit import cache as caches
 from kvfit.errors import KvfitError, MismatchError
 from kvfit.mapper import Mapper
 from kvfit.recompute import guided_tokens
+from kvfit.rewrite import rewrite, whole
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class _Mover:
         if target_cache is not None:
             caches.crop(cache, reused)
         # A windowed layer drops tokens that those run once more may need to see.
-        work = caches.whole(cache) if tokens is not None and windowed else cache
+        work = whole(cache) if tokens is not None and windowed else cache
         self.run(work, reused, head)
         for layer_index, (keys, values) in enumerate(mapped):
             caches.place(work, layer_index, keys, values)
@@ -288,7 +289,7 @@ class _Mover:
 
     def run_again(self, cache: Any, tokens: Tensor, tail: int, windows: tuple[int | None, ...]) -> None:
         with _timed(self.seconds, "recompute"):
-            caches.rewrite(
+            rewrite(
                 self.model,
                 self.input_ids[:, :tail],
                 cache,

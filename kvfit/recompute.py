@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from kvfit import cache as caches
 from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.rewrite import refuse_attention
 
 N_HEADS = 16
 WINDOW_TOKENS = 16
@@ -122,7 +123,7 @@ class _Heads:
 
     def strongest(self) -> Tensor:
         """(B, heads, prefix) attention of the `N_HEADS` heads with the largest single weight on an eligible token."""
-        caches.refuse_attention(self.model, "to watch what it attends to")
+        refuse_attention(self.model, "to watch what it attends to")
         watch = _Watch(self._take)
         cache = caches.recording_cache(watch.expect)
         for layer_index, (keys, values) in enumerate(self.pairs):

@@ -12,6 +12,7 @@ from kvfit import cache as caches
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.recompute import N_HEADS, choose_tokens, guided_tokens
+from kvfit.rewrite import rewrite
 
 FAMILIES = {family.name: family for family in zoo.FAMILIES}
 # Every way in which attention differs between families, in either backend that the family has.
@@ -82,7 +83,7 @@ def test_the_pass_equals_one_token_at_a_time(name, backend):
     wanted = one_at_a_time(model, ids, mask, noisy, chosen)
     before = content(noisy)
     windows = caches.layer_windows(model, 3)
-    caches.rewrite(model, ids, noisy, chosen, position_ids=positions, attention_mask=mask, windows=windows)
+    rewrite(model, ids, noisy, chosen, position_ids=positions, attention_mask=mask, windows=windows)
     for row in range(batch):
         for (keys, values), (wanted_keys, wanted_values) in zip(caches.read_cache(noisy), wanted[row], strict=True):
             assert torch.allclose(keys[row], wanted_keys[0], atol=2e-4, rtol=1e-4)
@@ -328,7 +329,7 @@ def test_other_kernels_are_refused():
     with pytest.raises(UnsupportedModelError, match="found attention implementation flash_attention_2, needed sdpa or eager"):
         guided_tokens(other, pairs, ids, prefix=10, n_tokens=10, fraction=0.2)
     with pytest.raises(UnsupportedModelError, match="to run chosen tokens"):
-        caches.rewrite(
+        rewrite(
             other,
             ids,
             cache_of(pairs),
