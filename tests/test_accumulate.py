@@ -448,11 +448,13 @@ def test_the_buffer_is_sized_by_the_budget(tmp_path: Path) -> None:
 def test_only_the_upper_triangle_is_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied = 0
 
-    def counting(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    def counting(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scratch: torch.Tensor) -> None:
+        assert scratch.numel() >= total.numel()
         nonlocal multiplied
         assert len(left) == len(right)
         multiplied += total.numel() * len(left)
+        total.zero_()
 
-    monkeypatch.setattr("kvfit.fit.moments.add_products", counting)
+    monkeypatch.setattr("kvfit.fit.moments.sum_products", counting)
     capture(tmp_path / "s.zarr", batches(SIZES))
     assert multiplied == 2 * sum(SIZES) * (6 * 16 * 16 + 12 * 16 * 12)

@@ -340,7 +340,7 @@ def test_bands_of_rows_and_chunks_of_many_blocks_give_the_same_numbers(tmp_path:
     ):
         monkeypatch.setattr("kvfit.fit.layout.SMALLEST_CHUNK", smallest)
         monkeypatch.setattr("kvfit.fit.layout.LARGEST_CHUNK", largest)
-        monkeypatch.setattr("kvfit.fit.accumulate.UNIT_NUMBERS", unit)
+        monkeypatch.setattr("kvfit.fit.updater.UNIT_NUMBERS", unit)
         path = tmp_path / name
         capture(path, rows, inputs="both")
         store = Store.open(path)

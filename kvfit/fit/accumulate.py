@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -24,15 +21,14 @@ from torch import Tensor
 from kvfit.errors import StoreError
 from kvfit.fit import moments
 from kvfit.fit.buffer import Activations, TokenBuffer
-from kvfit.fit.layout import SPLITS, BlockArray, Layout, Part, StatsDtype, array_path
+from kvfit.fit.layout import SPLITS, Layout, Part, StatsDtype, array_path
 from kvfit.fit.record import BadValue, Batches, Tokens, first_difference
+from kvfit.fit.updater import BlockUpdater
 from kvfit.fit.writer import StoreWriter
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, to_json
 
 LARGEST_BUFFER = 32_768  # tokens; more would only make commits rarer
 BUFFER_SHARE = 7 / 8  # of the memory budget; the rest, and a fixed few hundred MB, is for blocks on their way to disk
-UNIT_NUMBERS = 8 * 2**20  # numbers of the float64 blocks that are summed at a time: 64 MiB
-UNITS_IN_FLIGHT = 2
 QUARANTINE_SHARE = 0.01
 QUARANTINE_FROM = 100  # batches, before the share means anything
 
@@ -47,7 +43,6 @@ class Accumulator:
         path: the store's folder.
         cursor: of the last commit; None for a fresh store.
         finished: whether the last commit finished the store.
-        product_seconds: time spent in matrix products and sums.
     """
 
     def __init__(self, writer: StoreWriter, memory_budget: int, device: torch.device | str | None) -> None:
@@ -55,7 +50,7 @@ class Accumulator:
         self.path = writer.root
         self.cursor: Any = record.cursor
         self.finished = record.finished
-        self.product_seconds = 0.0
+        self._updater = BlockUpdater(writer)
         self._writer = writer
         self._layout: Layout = writer.layout
         fits = max(1, min(LARGEST_BUFFER, int(memory_budget * BUFFER_SHARE) // self._layout.token_bytes))
@@ -134,9 +129,19 @@ class Accumulator:
             raise
 
     @property
-    def disk_seconds(self) -> float:
-        """Time spent in reading, hashing and writing chunks; overlaps with `product_seconds`."""
-        return self._writer.disk_seconds
+    def seconds(self) -> dict[str, float]:
+        """Time so far in ``products``, in ``disk`` (reading, hashing and writing chunks, beside the products), and the
+        ``wait`` of the products for the disk."""
+        return {
+            "products": self._updater.product_seconds,
+            "disk": self._writer.disk_seconds,
+            "wait": self._updater.wait_seconds,
+        }
+
+    @property
+    def commits(self) -> int:
+        """Commits that the store has seen, of earlier runs too."""
+        return self._writer.record.commit
 
     @property
     def buffer_tokens(self) -> int:
@@ -186,6 +191,7 @@ class Accumulator:
     def close(self) -> None:
         """Let go of the store and the buffer; what was not committed is gone."""
         self._buffer.free()
+        self._updater.free()
         self._writer.close()
         self._failed = self._failed or StoreError(f"{self.path} is closed; open it again with resume")
 
@@ -228,55 +234,14 @@ class Accumulator:
     def _flush(self) -> None:
         """Update every block of every split that has rows in the buffer."""
         for split in SPLITS:
-            if self._buffer.n_rows[split] == 0:
-                continue
-            rows = self._buffer.rows(split)
-            digests = self._writer.start()
-            with ThreadPoolExecutor(1, "kvfit-store") as pool:
-                waiting: deque[Future[None]] = deque()
-                for array in self._layout.blocks:
-                    for numbers in _units(array):
-                        total = self._products(array, numbers, rows)
-                        waiting.append(pool.submit(self._store, split, array, numbers, total, digests[array]))
-                        if len(waiting) > UNITS_IN_FLIGHT:
-                            waiting.popleft().result()
-                for future in waiting:
-                    future.result()
-            self._add_sums(split, rows)
-            self._writer.end(split, digests, {name: total.cpu().numpy() for name, total in self._sums[split].items()})
-            self._buffer.clear(split)
-
-    def _products(self, array: BlockArray, numbers: range, rows: Mapping[Kind, Tensor]) -> Tensor:
-        """Sums of products of the pairs of some consecutive chunks, (pairs, rows, columns) float64 on the host."""
-        started = time.perf_counter()
-        chunks = [array.chunks[number] for number in numbers]
-        first, last, top, bottom = chunks[0].first, chunks[-1].last, chunks[0].top, chunks[-1].bottom
-        total = torch.zeros(last - first, bottom - top, array.columns, dtype=torch.float64, device=self._buffer.device)
-        offset = 0 if array.role == "source" else self._layout.widths[0]
-        pair = first
-        while pair < last:  # one product for all right-hand blocks of a left-hand one
-            left, right = array.pairs[pair]
-            n_pairs = min(last - pair, array.n_right - right)
-            begin = offset + right * array.columns
-            moments.add_products(
-                total[pair - first : pair - first + n_pairs],
-                rows[array.kinds[0]][:, left * array.rows + top : left * array.rows + bottom],
-                rows[array.kinds[1]][:, begin : begin + n_pairs * array.columns],
-            )
-            pair += n_pairs
-        total = total.cpu()
-        self.product_seconds += time.perf_counter() - started
-        return total
-
-    def _store(self, split: Part, array: BlockArray, numbers: range, total: Tensor, digests: list[str]) -> None:
-        first = array.chunks[numbers[0]].first
-        for number in numbers:
-            chunk = array.chunks[number]
-            addition = total[chunk.first - first : chunk.last - first].numpy()
-            digests[number] = self._writer.add_to_chunk(split, array, number, addition)
+            if self._buffer.n_rows[split]:
+                rows = self._buffer.rows(split)
+                digests = self._updater.update(split, rows)
+                self._add_sums(split, rows)
+                self._writer.end(split, digests, {name: total.numpy() for name, total in self._sums[split].items()})
+                self._buffer.clear(split)
 
     def _add_sums(self, split: Part, rows: Mapping[Kind, Tensor]) -> None:
-        started = time.perf_counter()
         sums, n_source = self._sums[split], self._layout.widths[0]
         for index, kind in enumerate(KINDS):
             for name, side in (("source_sum", rows[kind][:, :n_source]), ("target_sum", rows[kind][:, n_source:])):
@@ -286,7 +251,6 @@ class Accumulator:
                     sums[name][index, layer_index] += moments.sums(layer).cpu()
                     if name == "target_sum":
                         sums["target_square"][index, layer_index] += moments.squares(layer).cpu()
-        self.product_seconds += time.perf_counter() - started
 
     def _commit(self, *, finished: bool) -> None:
         writer = self._writer
@@ -333,14 +297,6 @@ class Accumulator:
         except BaseException as error:
             self._failed = error
             raise
-
-
-def _units(array: BlockArray) -> Iterator[range]:
-    """Runs of consecutive chunks that are summed at a time, each within `UNIT_NUMBERS` or a single chunk."""
-    deep, high, columns = array.chunk_shape
-    at_once = max(1, UNIT_NUMBERS // (deep * high * columns)) if high >= array.rows else 1
-    for start in range(0, len(array.chunks), at_once):
-        yield range(start, min(start + at_once, len(array.chunks)))
 
 
 def _as_json(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _common_shift(stores: Sequence[Store]) -> dict[str, Tensor]:
 
 def _merge_split(writer: StoreWriter, parts: Sequence[_Shifted], split: Part) -> None:
     present = [part for part in parts if part.store.count(split)]
-    digests = writer.start()
+    digests = {array: [""] * len(array.chunks) for array in writer.layout.blocks}
     for array in writer.layout.blocks:
         for number, chunk in enumerate(array.chunks):
             total = torch.zeros(chunk.last - chunk.first, chunk.bottom - chunk.top, array.columns, dtype=torch.float64)

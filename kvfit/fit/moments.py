@@ -70,31 +70,40 @@ def shift_of(rows: Tensor) -> Tensor:
     return rows.mean(0, dtype=torch.float64).to(torch.float32)
 
 
-def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total[p] += left' @ right_p`` for P matrices side by side in `right`.
+def sum_products(total: Tensor, left: Tensor, right: Tensor, *, scratch: Tensor | None = None) -> None:
+    """``total[p] = left' @ right_p`` for P matrices side by side in `right`.
 
     Float32 products of a few thousand rows at a time, added up in float64: 1e-6 of the norms of the two features, always.
 
     Args:
-        total: (P, R, C) float64, changed in place.
-        left: (N, R) float32, shifted activations.
+        total: (P, R, C) float64, overwritten.
+        left: (N, R) float32, shifted activations, at least one row.
         right: (N, P * C) float32, shifted activations.
+        scratch: memory for one product, at least P * R * C float32.
     """
     n_pairs, n_rows, n_columns = total.shape
+    if scratch is None:
+        scratch = torch.empty(total.numel(), dtype=torch.float32, device=total.device)
+    product = scratch[: total.numel()].view(n_rows, n_pairs * n_columns)
     narrow = min(left.shape[1], right.shape[1]) < 16
     # A kernel that runs along all rows rounds once per row, and always the same way where values lie on a coarse grid, as
     # float32 activations far from zero do. Kernels of processors sum in blocks, but for the narrowest matrices.
     step = 128 if narrow else ROWS_PER_SUM if left.device.type == "cpu" else 256
     for start in range(0, left.shape[0], ROWS_PER_SUM):
         stop = min(start + ROWS_PER_SUM, left.shape[0])
-        product = left[start : min(start + step, stop)].T @ right[start : min(start + step, stop)]  # (R, P * C)
+        torch.mm(left[start : min(start + step, stop)].T, right[start : min(start + step, stop)], out=product)
         for more in range(start + step, stop, step):
             rows, columns = left[more : min(more + step, stop)], right[more : min(more + step, stop)]
             if narrow:
                 product += rows.T @ columns
             else:
                 product.addmm_(rows.T, columns)
-        total.add_(product.view(n_rows, n_pairs, n_columns).transpose(0, 1))
+        for pair in range(n_pairs):  # not all at once: five times slower, for the order in which memory is visited
+            part = product[:, pair * n_columns : (pair + 1) * n_columns]
+            if start == 0:
+                total[pair].copy_(part)
+            else:
+                total[pair].add_(part.to(torch.float64))
 
 
 def sums(rows: Tensor) -> Tensor:

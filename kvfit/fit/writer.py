@@ -103,10 +103,6 @@ class StoreWriter:
         """The generation that a split's new numbers go to."""
         return "b" if self.record.live.of(split) == "a" else "a"
 
-    def start(self) -> dict[BlockArray, list[str]]:
-        """Room for the digests of a rewrite of all of a split's blocks; `end` takes it back filled."""
-        return {array: [""] * len(array.chunks) for array in self.layout.blocks}
-
     def add_to_chunk(self, split: Part, array: BlockArray, number: int, addition: Array) -> str:
         """Write ``current + addition`` of one chunk to the pending generation and give its digest.
 
