@@ -208,6 +208,20 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, fault):
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_made_while_writing_is_left_alone(tmp_path):
+    """An empty folder, too, which a rename would silently replace."""
+    spec = mapper_spec()
+
+    def stream():
+        (tmp_path / "b").mkdir()
+        yield from weights(spec)
+
+    with pytest.raises(BundleError, match="already exists"):
+        write_bundle(tmp_path / "b", spec, stream(), recipe=RECIPE, solve=SOLVE)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    assert list((tmp_path / "b").iterdir()) == []
+
+
 def test_layers_are_read_one_at_a_time_and_own_their_memory(tmp_path):
     folder = make_bundle(tmp_path / "b")
     bundle = Bundle.open(folder)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -411,6 +412,34 @@ def test_push_to_a_folder(bundle, tmp_path):
     with pytest.raises(RefError, match=r"no version 'v77'; there are v1, v2"):
         resolve(home, "v77")
     assert str(home) not in (home / "v1" / "README.md").read_text()
+
+
+def test_a_copy_that_went_wrong_is_not_published(bundle, tmp_path, monkeypatch):
+    copy = shutil.copyfile
+
+    def torn(source, destination):
+        copy(source, destination)
+        if str(destination).endswith(SHARD):
+            os.truncate(destination, os.path.getsize(destination) - 4)
+
+    monkeypatch.setattr(shutil, "copyfile", torn)
+    with pytest.raises(BundleError, match=SHARD):
+        push(bundle, tmp_path / "published", tag="v1")
+    assert list((tmp_path / "published").iterdir()) == []
+
+
+def test_the_same_version_is_published_by_somebody_else_meanwhile(bundle, tmp_path, monkeypatch):
+    home = tmp_path / "published"
+    copy = shutil.copyfile
+
+    def race(source, destination):
+        monkeypatch.setattr(shutil, "copyfile", copy)
+        push(bundle, home, tag="v1")
+        copy(source, destination)
+
+    monkeypatch.setattr(shutil, "copyfile", race)
+    assert push(bundle, home, tag="v1").tag == "v1"
+    assert [path.name for path in home.iterdir()] == ["v1"]
 
 
 def test_a_bundle_is_no_place_to_publish_to(bundle):
