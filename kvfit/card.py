@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from kvfit.bundle import Bundle
+from kvfit.bundle import Bundle, add_files
 from kvfit.errors import BundleError
 from kvfit.refs import is_repository
 from kvfit.spec import KINDS, Kind, ModelSpec
@@ -50,6 +51,18 @@ def render_card(bundle: Bundle, *, ref: str | None = None, license: str | None =
         MARK,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def write_card(folder: str | Path, *, ref: str | None = None, license: str | None = None) -> None:
+    """Make the card of a bundle anew, unless its author wrote one.
+
+    Raises:
+        BundleError: the bundle cannot be read or written.
+    """
+    readme = Path(folder) / "README.md"
+    if readme.exists() and not is_generated(readme.read_bytes().decode("utf-8", "replace")):
+        return
+    add_files(folder, {"README.md": render_card(Bundle.open(folder), ref=ref, license=license).encode("utf-8")})
 
 
 def metadata(bundle: Bundle, license: str | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from bundle_factory import evaluated_bundle, evaluation, make_bundle, mapper_spec
 
 from kvfit.bundle import Bundle, add_files, write_bundle
-from kvfit.card import MARK, check_metadata, is_generated, metadata, render_card
+from kvfit.card import MARK, check_metadata, is_generated, metadata, render_card, write_card
 from kvfit.errors import BundleError
 
 GOLDEN = Path(__file__).parent / "data" / "card.md"
@@ -111,6 +111,18 @@ def test_plots_are_shown(tmp_path):
     folder = make_bundle(tmp_path / "b")
     add_files(folder, {"r2-keys.png": b"\x89PNG"})
     assert "![r2-keys](r2-keys.png)" in render_card(Bundle.open(folder))
+
+
+def test_write_card_follows_the_evaluation_and_keeps_an_authors_text(tmp_path):
+    folder = make_bundle(tmp_path / "b")
+    write_card(folder)
+    assert "Not evaluated yet" in (folder / "README.md").read_text()
+    add_files(folder, {"evaluation.json": json.dumps(evaluation(Bundle.open(folder))).encode()})
+    write_card(folder, license="mit")
+    assert (folder / "README.md").read_text() == render_card(Bundle.open(folder), license="mit")
+    add_files(folder, {"README.md": b"mine\n"})
+    write_card(folder)
+    assert (folder / "README.md").read_bytes() == b"mine\n"
 
 
 def test_generated_cards_are_known_by_their_last_line():
