@@ -1,53 +1,44 @@
 """The verb `evaluate`: is the mapped cache worth having? On text that neither fit nor selection saw.
 
-Likelihood and recall are measured for every arm (see `kvfit.fit.arms`), with intervals over documents, and a verdict is
-bound to the digest of the weights.
+Likelihood and recall are measured for every arm (see `kvfit.fit.arms`), with intervals over documents; every layer and head is
+diagnosed; transfer and prefill are timed; and a verdict is bound to the digest of the weights.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
-import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from kvfit import cache as caches
 from kvfit.bundle import Bundle, add_files
-from kvfit.errors import TextError
-from kvfit.fit import arms, models, recall
+from kvfit.errors import MismatchError, TextError
+from kvfit.fit import arms, models
 from kvfit.fit.arms import Arm
-from kvfit.fit.text import TextOptions, documents
+from kvfit.fit.ask import pooled, recall_table
+from kvfit.fit.clock import Effort, milliseconds
+from kvfit.fit.diagnose import Diagnosis, diagnose
+from kvfit.fit.intervals import share_interval, share_of_gap
+from kvfit.fit.likelihood import Scores, likelihood
+from kvfit.fit.recall import PROBE_KINDS, ProbeKind
+from kvfit.fit.report import pictures, written
+from kvfit.fit.text import TextOptions, documents, sequences
+from kvfit.fit.turns import drift
+from kvfit.fit.verdict import Thresholds, conclude, control_lead, judge, judge_map
 from kvfit.identity import check_model
 from kvfit.mapper import Mapper
+from kvfit.spec import KINDS
 
-RECALL_ARMS: tuple[Arm, ...] = ("native", "transfer", "handoff", "source", "shuffled")
+__all__ = ["Evaluated", "Options", "Thresholds", "evaluate"]
 
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What a bundle has to reach to pass. Written into `evaluation.json`, so that a verdict can be read without this code.
-
-    Attributes:
-        share_of_gap: least share of the likelihood gap between source and native that the handoff recovers. 0 means that moving
-            beats staying with the source: less, and there is no reason to move.
-        interval_low: least lower end of its 95 % interval.
-        kl: most mean KL to native, in nats per token.
-        control_margin: least lead over the better control (mean, shuffled), in nats per token: what the context adds.
-        recall: least share of the native recall that the handoff keeps, where both models can do the probe.
-        recall_native: what both models must recall for the probe to count.
-    """
-
-    share_of_gap: float = 0.25
-    interval_low: float = 0.0
-    kl: float = 0.5
-    control_margin: float = 0.05
-    recall: float = 0.5
-    recall_native: float = 0.5
+# A text that holds probes of its own would ask two things at once.
+PROBE_MARKS = ("[Codes", "[Recall")
 
 
 @dataclass(frozen=True)
@@ -55,29 +46,73 @@ class Options:
     """How a bundle is evaluated.
 
     Attributes:
-        prefix: tokens that the cache covers, and the model's own last token.
+        prefix: tokens of context, the model's own last token included; several lengths are measured one after the other.
         continuation: tokens scored after it.
         documents: how many documents.
-        probes: how many recall questions; 0 for none.
+        probes: how many recall questions of each kind; 0 for none.
+        probe_kinds: see `kvfit.fit.recall`.
+        greedy: tokens of the greedy continuation that is compared with native's; 0 for none.
+        diagnose: documents that layers and heads are diagnosed on; 0 for none.
+        turns: turns of the target in a conversation that goes back and forth; 0 for none.
         exact_head: of the `handoff` arm.
         exact_tail: of the `handoff` arm.
+        recompute: of the `handoff` arm: share of the prefix that the target recomputes, guided by the source.
         batch_size: documents per forward pass.
-        repeats: timed runs of transfer and prefill, after warm-up.
+        warm_ups: runs before times are taken.
+        repeats: timed runs; 0 for none.
+        seconds: most seconds for one time, see `kvfit.fit.clock`.
         resamples: of the bootstrap.
         seed: of probes and bootstrap.
+        thresholds: of the verdict.
     """
 
-    prefix: int = 384
+    prefix: int | tuple[int, ...] = 384
     continuation: int = 128
     documents: int = 48
     probes: int = 40
+    probe_kinds: tuple[ProbeKind, ...] = PROBE_KINDS
+    greedy: int = 64
+    diagnose: int = 8
+    turns: int = 0
     exact_head: int = 1
     exact_tail: int = 0
+    recompute: float = 0.0
     batch_size: int = 8
-    repeats: int = 10
+    warm_ups: int = 10
+    repeats: int = 30
+    seconds: float = 20.0
     resamples: int = 1000
     seed: int = 0
     thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("continuation", 1),
+            ("documents", 2),
+            ("probes", 0),
+            ("greedy", 0),
+            ("diagnose", 0),
+            ("turns", 0),
+            ("exact_head", 0),
+            ("exact_tail", 0),
+            ("batch_size", 1),
+            ("repeats", 0),
+            ("resamples", 1),
+        ):
+            if getattr(self, name) < least:
+                raise MismatchError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
+        if not self.prefixes or self.prefixes[0] < 2:
+            raise MismatchError(f"--prefix: found {self.prefix}, needed 2 tokens or more")
+        if not 0 <= self.recompute <= 1:
+            raise MismatchError(f"--recompute: found {self.recompute}, needed a share between 0 and 1")
+        unknown = set(self.probe_kinds) - set(PROBE_KINDS)
+        if unknown:
+            raise MismatchError(f"--probe-kinds: found {', '.join(sorted(unknown))}, needed some of {', '.join(PROBE_KINDS)}")
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """The lengths, ascending; the last is the one whose arms stand at the top of the report."""
+        return tuple(sorted({self.prefix} if isinstance(self.prefix, int) else set(self.prefix)))
 
 
 @dataclass(frozen=True)
@@ -89,6 +124,7 @@ class Evaluated:
 
     @property
     def verdict(self) -> Literal["pass", "fail", "unknown"]:
+        """What the thresholds say of what was measured."""
         return self.report["verdict"]  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
@@ -106,17 +142,19 @@ def evaluate(
     source: str | None = None,
     target: str | None = None,
     text: TextOptions | None = None,
+    texts: Mapping[str, TextOptions] | None = None,
     options: Options | None = None,
     loading: tuple[models.Options, models.Options] | None = None,
     progress: bool = True,
 ) -> Evaluated:
-    """Measure a bundle on held-out text and write `evaluation.json` into it.
+    """Measure a bundle on held-out text and write `evaluation.json`, `evaluation.md` and pictures into it.
 
     Args:
         bundle: its folder.
         source: ref of the source model; default the one that the bundle names.
         target: likewise.
-        text: held-out text; default the built-in held-out text.
+        text: held-out text of the calibration kind; default the built-in held-out text.
+        texts: further texts by name, of other kinds; measured at the longest prefix and reported apart.
         options: see `Options`.
         loading: how source and target are loaded.
         progress: show bars.
@@ -131,195 +169,185 @@ def evaluate(
     loading = loading or (models.Options(), models.Options())
     opened = Bundle.open(bundle)
     specs = (opened.spec.source, opened.spec.target)
+    # Text is read before weights are loaded, so that too little of it is found out at once.
+    tokenizer = models.load_tokenizer(
+        target or specs[1].ref,
+        specs[1].revision if target is None else None,
+        trust_remote_code=loading[1].trust_remote_code,
+    )
+    read = {
+        prefix: _documents(text, tokenizer, prefix + options.continuation, options.documents) for prefix in options.prefixes
+    }
+    longest = options.prefixes[-1]
+    further = {
+        name: _documents(other, tokenizer, longest + options.continuation, options.documents)
+        for name, other in (texts or {}).items()
+    }
     loaded = [
         models.load(ref or spec.ref, spec.revision if ref is None else None, how)
         for ref, spec, how in zip((source, target), specs, loading, strict=True)
     ]
     for spec, model in zip(specs, loaded, strict=True):
         check_model(spec, model.model, model.tokenizer)
-    target_model = loaded[1].model
-    mapper = Mapper.from_bundle(opened, device=next(target_model.parameters()).device)
-    pair = arms.Pair(loaded[0].model, target_model, mapper, options.exact_head, options.exact_tail)
-    tokenizer = loaded[1].tokenizer
-    ids = _documents(text, tokenizer, options).to(next(target_model.parameters()).device)
-    likelihood = _likelihood(pair, ids, options, progress)
-    recalled = _recall(pair, tokenizer, text, options, progress) if options.probes else {}
-    report = _report(opened, options, text, likelihood, recalled, _milliseconds(pair, ids[:1, : options.prefix - 1], options, progress))
+    devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
+    pair = arms.Pair(
+        loaded[0].model,
+        loaded[1].model,
+        Mapper.from_bundle(opened).to(devices),
+        options.exact_head,
+        options.exact_tail,
+        options.recompute,
+    )
+    measured = _Measured(pair, loaded[1].tokenizer, options, progress)
+    report = measured.report(opened, read, further, _fillers(text, options.probes) if options.probes else [])
+    report["text"] = _public_name(text)
+    for name, other in (texts or {}).items():
+        report["texts"][name]["text"] = _public_name(other)
     data = json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    add_files(opened.folder, {"evaluation.json": data.encode()})
+    files = {"evaluation.json": data.encode(), "evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
+    add_files(opened.folder, files)
     return Evaluated(opened.folder, report)
 
 
-def _documents(text: TextOptions, tokenizer: Any, options: Options) -> Tensor:
-    length = options.prefix + options.continuation
-    rows: list[list[int]] = []
-    for document in documents(text):
-        ids = tokenizer(document)["input_ids"]
-        if len(ids) >= length:
-            rows.append(ids[:length])
-        if len(rows) == options.documents:
+def _public_name(text: TextOptions) -> str:
+    return Path(text.dataset).name if Path(text.dataset).exists() else text.dataset
+
+
+def _documents(text: TextOptions, tokenizer: Any, length: int, count: int) -> Tensor:
+    """(N, length) ids of different documents: with the same one twice, `shuffled` would be no control."""
+    rows: dict[tuple[int, ...], None] = {}
+    for sequence in sequences(text, tokenizer, seq_len=length):
+        rows.setdefault(tuple(sequence.ids))
+        if len(rows) == count:
             break
     if len(rows) < 2:
-        raise TextError(f"{text.dataset}: found {len(rows)} documents of {length} tokens, needed at least 2: lower --prefix or give more text")
-    return torch.tensor(rows)
+        raise TextError(
+            f"{text.dataset}: found {len(rows)} different documents of {length} tokens, needed at least 2: lower --prefix or "
+            f"give more text"
+        )
+    return torch.tensor(list(rows))
 
 
-@dataclass
-class _Scores:
-    """Per document means of one arm: negative log-likelihood, KL to native, agreement of the top token."""
-
-    nll: list[Tensor] = field(default_factory=list)
-    kl: list[Tensor] = field(default_factory=list)
-    kl_tokens: list[Tensor] = field(default_factory=list)
-    top1: list[Tensor] = field(default_factory=list)
+def _fillers(text: TextOptions, count: int) -> list[str]:
+    plain = (document for document in documents(text) if not any(mark in document for mark in PROBE_MARKS))
+    return list(islice(plain, count))
 
 
-def _likelihood(pair: arms.Pair, ids: Tensor, options: Options, progress: bool) -> dict[Arm, _Scores]:
-    chosen = [arm for arm in arms.ARMS if arm != "raw" or arms.raw_allowed(pair.mapper)]
-    scores: dict[Arm, _Scores] = {arm: _Scores() for arm in chosen}
-    for part in tqdm(ids.split(options.batch_size), desc="evaluate", disable=None if progress else True):
-        prefix_ids, wanted = part[:, : options.prefix - 1], part[:, options.prefix :]
-        sources = arms.source_pairs(pair, prefix_ids)
-        # The next document's cache stands in for a wrong one; a batch of one borrows from the first document of all.
-        if len(part) > 1:
-            other = [(keys.roll(1, 0), values.roll(1, 0)) for keys, values in sources]
+class _Measured:
+    """Everything that is measured with one pair of models."""
+
+    def __init__(self, pair: arms.Pair, tokenizer: Any, options: Options, progress: bool) -> None:
+        self.pair = pair
+        self.tokenizer = tokenizer
+        self.options = options
+        self.progress = progress
+
+    def report(self, opened: Bundle, read: dict[int, Tensor], further: dict[str, Tensor], fillers: list[str]) -> dict[str, Any]:
+        """The content of `evaluation.json`."""
+        options = self.options
+        thresholds = options.thresholds
+        longest = options.prefixes[-1]
+        failed: list[str] = []
+        unknown: list[str] = []
+        by_prefix: dict[str, Any] = {}
+        for prefix, ids in read.items():
+            recalled = self.recall(prefix, fillers)
+            by_prefix[str(prefix)] = {
+                "arms": self.arms(ids, prefix, pooled(recalled)),
+                "recall": recalled,
+                "documents": len(ids),
+            }
+            at = f"at {prefix} tokens: " if len(read) > 1 else ""
+            reasons = judge(by_prefix[str(prefix)]["arms"], thresholds, recall=recalled, at=at)
+            failed += reasons[0]
+            unknown += reasons[1]
+        diagnosis = self.diagnosis(read[longest], longest)
+        if diagnosis is None:
+            unknown.append("layers were not diagnosed")
         else:
-            other = arms.source_pairs(pair, ids[:1, : options.prefix - 1])
-        native: Tensor | None = None
-        for arm in chosen:
-            cache = arms.prefix_cache(pair, arm, prefix_ids, sources, other)
-            found = arms.continuation_log_probabilities(pair, arm, cache, part, options.prefix)
-            native = found if native is None else native
-            kl = (native.exp() * (native - found)).sum(-1)
-            score = scores[arm]
-            score.nll.append(-found.gather(-1, wanted[..., None])[..., 0].mean(1).double().cpu())
-            score.kl.append(kl.mean(1).double().cpu())
-            score.kl_tokens.append(kl.flatten().cpu())
-            score.top1.append((found.argmax(-1) == native.argmax(-1)).double().mean(1).cpu())
-    return scores
-
-
-def _recall(pair: arms.Pair, tokenizer: Any, text: TextOptions, options: Options, progress: bool) -> dict[Arm, float]:
-    """Share of recall probes answered exactly, per arm."""
-    fillers = []
-    for document in documents(text):
-        # Text that already holds a list or a question of the probe's form would ask two things at once.
-        if "[Codes" not in document and "[Recall" not in document:
-            fillers.append(document)
-        if len(fillers) == options.probes:
-            break
-    if not fillers:
-        return {}
-    asked = recall.probes(tokenizer, fillers, count=options.probes, context_tokens=options.prefix - 1, seed=options.seed)
-    right = dict.fromkeys(RECALL_ARMS, 0)
-    device = next(pair.target.parameters()).device
-    contexts = [torch.tensor([probe.context_ids], device=device) for probe in asked]
-    for index, probe in enumerate(tqdm(asked, desc="recall", disable=None if progress else True)):
-        sources = arms.source_pairs(pair, contexts[index])
-        wrong = arms.source_pairs(pair, contexts[index - 1])
-        length = min(contexts[index].shape[1], contexts[index - 1].shape[1])
-        other = [(keys[:, :, :length], values[:, :, :length]) for keys, values in wrong]
-        for arm in RECALL_ARMS:
-            cache = arms.prefix_cache(pair, arm, contexts[index], sources, other)
-            model = pair.source if arm == "source" else pair.target
-            said = arms.answer(model, cache, torch.tensor([probe.question_ids], device=device), len(probe.answer_ids))
-            right[arm] += tuple(said) == probe.answer_ids
-    return {arm: count / len(asked) for arm, count in right.items()}
-
-
-def _milliseconds(pair: arms.Pair, prefix_ids: Tensor, options: Options, progress: bool) -> dict[str, float]:
-    """Median time of mapping one prefix against prefilling it."""
-    sources = arms.source_pairs(pair, prefix_ids)
-    device = prefix_ids.device
-
-    def timed(arm: Arm) -> float:
-        taken = []
-        for _ in range(options.repeats + 3):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            begun = time.perf_counter()
-            arms.prefix_cache(pair, arm, prefix_ids, sources)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(1000 * (time.perf_counter() - begun))
-        return statistics.median(taken[3:])
-
-    return {"transfer": timed("transfer"), "prefill": timed("native")}
-
-
-def _report(
-    opened: Bundle,
-    options: Options,
-    text: TextOptions,
-    likelihood: dict[Arm, _Scores],
-    recalled: dict[Arm, float],
-    milliseconds: dict[str, float],
-) -> dict[str, Any]:
-    nll = {arm: torch.cat(score.nll) for arm, score in likelihood.items()}
-    table: dict[str, dict[str, Any]] = {}
-    for arm, score in likelihood.items():
-        low, high = _interval(nll["source"], nll["native"], nll[arm], options)
-        table[arm] = {
-            "nll": float(nll[arm].mean()),
-            "kl": float(torch.cat(score.kl).mean()),
-            "kl_p95": float(torch.cat(score.kl_tokens).quantile(0.95)),
-            "top1": float(torch.cat(score.top1).mean()),
-            "share_of_gap": share_of_gap(nll["source"], nll["native"], nll[arm]),
-            "interval": [low, high],
-            "recall": recalled.get(arm),
+            inputs = max(opened.spec.input_width(kind, i) for kind in KINDS for i in range(opened.spec.target.n_layers))
+            failed = judge_map(diagnosis, opened.solve, inputs, thresholds) + failed
+        apart: dict[str, Any] = {}
+        for name, ids in further.items():
+            table = self.arms(ids, longest, {})
+            elsewhere = self.diagnosis(ids, longest)
+            apart[name] = {"arms": table, "layers": [] if elsewhere is None else elsewhere.layers, "documents": len(ids)}
+            failed += [f"on {name}: {reason}" for reason in control_lead(table, thresholds)]
+        verdict, reasons_given = conclude(failed, unknown)
+        ids = read[longest]
+        return {
+            "weights_digest": opened.weights_digest,
+            "verdict": verdict,
+            "reasons": reasons_given,
+            "arms": by_prefix[str(longest)]["arms"],
+            "recall": by_prefix[str(longest)]["recall"],
+            "prefixes": by_prefix,
+            "layers": [] if diagnosis is None else diagnosis.layers,
+            "explained": None if diagnosis is None else {**diagnosis.explained, "keys_rotated": diagnosis.explained_rotated},
+            "milliseconds": self.milliseconds(ids, longest),
+            "turns": drift(self.pair, ids, options.turns, batch_size=options.batch_size, progress=self.progress)
+            if options.turns
+            else [],
+            "texts": apart,
+            "tokens": {"prefix": longest, "continuation": options.continuation, "documents": len(ids)},
+            "options": {**asdict(options), "prefix": list(options.prefixes)},
         }
-    verdict, reasons = judge(table, options.thresholds)
+
+    def arms(self, ids: Tensor, prefix: int, recalled: dict[Arm, dict[str, Any]]) -> dict[str, Any]:
+        """Per arm what `evaluation.json` says of it."""
+        options = self.options
+        scores = likelihood(
+            self.pair,
+            ids,
+            prefix,
+            batch_size=options.batch_size,
+            greedy_tokens=options.greedy,
+            progress=self.progress,
+        )
+        return {arm: _row(scores, arm, options) | {"recall": recalled.get(arm, {}).get("recall")} for arm in scores}
+
+    def recall(self, prefix: int, fillers: list[str]) -> dict[str, Any]:
+        """Per probe kind what `evaluation.json` says of it."""
+        options = self.options
+        if not options.probes or len(fillers) < 2:
+            return {}
+        return recall_table(
+            self.pair,
+            self.tokenizer,
+            fillers,
+            options.probe_kinds,
+            count=options.probes,
+            context_tokens=prefix - 1,
+            able_from=options.thresholds.recall_native,
+            resamples=options.resamples,
+            seed=options.seed,
+            progress=self.progress,
+        )
+
+    def diagnosis(self, ids: Tensor, prefix: int) -> Diagnosis | None:
+        """Layers and heads on the first documents."""
+        count = self.options.diagnose
+        return diagnose(self.pair, ids[:count], prefix, batch_size=self.options.batch_size) if count else None
+
+    def milliseconds(self, ids: Tensor, prefix: int) -> dict[str, Any]:
+        """Times at the longest prefix and below."""
+        options = self.options
+        if not options.repeats:
+            return {}
+        effort = Effort(options.warm_ups, options.repeats, options.seconds)
+        return milliseconds(self.pair, ids[:1, : prefix - 1], effort=effort, progress=self.progress)
+
+
+def _row(scores: dict[Arm, Scores], arm: Arm, options: Options) -> dict[str, Any]:
+    source, native, found = scores["source"].nll, scores["native"].nll, scores[arm]
+    greedy = float(found.greedy.mean())
     return {
-        "weights_digest": opened.weights_digest,
-        "verdict": verdict,
-        "reasons": reasons,
-        "arms": table,
-        "milliseconds": milliseconds,
-        "tokens": {"prefix": options.prefix, "continuation": options.continuation, "documents": len(nll["native"])},
-        "text": Path(text.dataset).name if Path(text.dataset).exists() else text.dataset,
-        "options": asdict(options),
+        "nll": float(found.nll.mean()),
+        "kl": float(found.kl.mean()),
+        "kl_p95": float(found.kl_tokens.flatten().quantile(0.95)),
+        "kl_first": float(found.kl_first.mean()),
+        "top1": float(found.top1.mean()),
+        "greedy_match": greedy if greedy == greedy else None,  # NaN where none was asked for
+        "share_of_gap": share_of_gap(source, native, found.nll),
+        "interval": list(share_interval(source, native, found.nll, resamples=options.resamples, seed=options.seed)),
     }
-
-
-def share_of_gap(source: Tensor, native: Tensor, arm: Tensor) -> float:
-    """``(source - arm) / (source - native)`` of mean negative log-likelihoods: 1 is native, 0 the source, less is worse than it."""
-    gap = float((source - native).mean())
-    return float((source - arm).mean()) / gap if abs(gap) > 1e-9 else 0.0
-
-
-def _interval(source: Tensor, native: Tensor, arm: Tensor, options: Options) -> tuple[float, float]:
-    """Paired bootstrap 95 % interval over documents of the share of gap."""
-    generator = torch.Generator().manual_seed(options.seed)
-    rows = torch.randint(len(source), (options.resamples, len(source)), generator=generator)
-    above, gap = (source - arm)[rows].mean(1), (source - native)[rows].mean(1)
-    shares = torch.where(gap.abs() > 1e-9, above / gap, 0.0)
-    low, high = shares.quantile(torch.tensor([0.025, 0.975], dtype=shares.dtype)).tolist()
-    return low, high
-
-
-def judge(table: dict[str, dict[str, Any]], thresholds: Thresholds) -> tuple[Literal["pass", "fail", "unknown"], list[str]]:
-    """The verdict on a table of arms, and why it is not a plain pass.
-
-    The arm that is judged is `handoff`, because that is what runs in use.
-    """
-    moved, native, source = table["handoff"], table["native"], table["source"]
-    if native["nll"] >= source["nll"]:
-        return "fail", ["the source alone is at least as good as the target with its own cache: there is nothing to gain by moving"]
-    failed, unknown = [], []
-    if moved["share_of_gap"] < thresholds.share_of_gap:
-        failed.append(f"share of gap {moved['share_of_gap']:.2f}, needed {thresholds.share_of_gap:.2f}")
-    if moved["interval"][0] < thresholds.interval_low:
-        failed.append(f"its interval begins at {moved['interval'][0]:.2f}, needed {thresholds.interval_low:.2f}")
-    if moved["kl"] > thresholds.kl:
-        failed.append(f"KL to native {moved['kl']:.3f} nats, needed at most {thresholds.kl:.3f}")
-    control = min(table["mean"]["nll"], table["shuffled"]["nll"])
-    if control - moved["nll"] < thresholds.control_margin:
-        failed.append(f"lead over the better control {control - moved['nll']:.3f} nats, needed {thresholds.control_margin:.3f}")
-    able = [arm["recall"] for arm in (native, source)]
-    if any(value is None or value < thresholds.recall_native for value in able):
-        unknown.append("recall is unknown: the models cannot do the probe themselves")
-    elif moved["recall"] < thresholds.recall * native["recall"]:
-        failed.append(f"recall {moved['recall']:.2f}, needed {thresholds.recall:.2f} of the native {native['recall']:.2f}")
-    if failed:
-        return "fail", failed + unknown
-    return "pass", unknown
