@@ -219,6 +219,7 @@ def merge(stores: tuple[str, ...], out: str) -> None:
 
 @cli.command()
 @click.argument("store", type=click.Path())
+@click.argument("grid", nargs=-1)
 @click.option("--out", required=True, type=click.Path(), help="The bundle's folder; must not exist.")
 @click.option(
     "--top-k", callback=_top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
@@ -254,19 +255,63 @@ def merge(stores: tuple[str, ...], out: str) -> None:
     "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="Of the stored weights."
 )
 @click.option(
-    "--recipe", type=click.Choice(["heo2026"]), help="A recipe of the literature; replaces all options above but --dtype."
+    "--recipe",
+    type=click.Choice(["heo2026"]),
+    help="A recipe of the literature, in place of the defaults of the options above.",
 )
 @click.option("--device", default="cpu", help="Where the linear algebra runs.")
+@click.option("--memory-budget", callback=_size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra.")
+@click.option(
+    "--precision",
+    type=click.Choice(["auto", "float64", "mixed"]),
+    default="auto",
+    help="mixed: float32 factors, float64 refinement; auto: mixed on GPUs that are slow at float64.",
+)
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="NAME=VALUE,...",
+    help="Write a table of R2, size and speed instead: top_k, penalty, gain, support, select; more of them may follow it.",
+)
 @click.option("--plots", is_flag=True, help="Also draw the R2 map and the curves per layer into the bundle.")
 @json_option
-def solve(store: str, out: str, recipe: str | None, device: str, plots: bool, as_json: bool, **values: Any) -> None:
-    """Solve a map from the statistics in STORE and write it as a bundle. No model runs."""
+def solve(
+    store: str,
+    grid: tuple[str, ...],
+    out: str,
+    recipe: str | None,
+    sweep: tuple[str, ...],
+    plots: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Solve a map from the statistics in STORE and write it as a bundle. No model runs.
+
+    With --sweep, solve every combination and write a table and its picture into the folder --out:
+    kvfit solve pair.zarr --out sweep --sweep top_k=1,2,4,8,all penalty=1e-4,1e-3,1e-2,1e-1
+    """
     import dataclasses
 
     from kvfit.fit import solve as verb
 
-    options = dataclasses.replace(verb.RECIPES[recipe], dtype=values["dtype"]) if recipe else verb.Options(**values)
-    _say(verb.solve(store, out, options=options, device=device, plots=plots), as_json)
+    if grid and not sweep:
+        raise click.UsageError(f"found {' '.join(grid)} after STORE, needed nothing there: only --sweep takes more")
+    running = {name: values.pop(name) for name in ("device", "memory_budget", "precision")}
+    if recipe:
+        context = click.get_current_context()
+        defaults = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+        values = {name: value for name, value in values.items() if context.get_parameter_source(name) not in defaults}
+    options = dataclasses.replace(verb.RECIPES[recipe] if recipe else verb.Options(), **values)
+    if sweep:
+        from kvfit.fit import sweep as sweeping
+
+        try:
+            wanted = sweeping.parse_grid([*sweep, *grid])
+        except KvfitError as error:
+            raise click.UsageError(str(error)) from None
+        _say(sweeping.sweep(store, out, wanted, options=options, **running), as_json)
+        return
+    _say(verb.solve(store, out, options=options, plots=plots, **running), as_json)
 
 
 @cli.command()

@@ -18,6 +18,7 @@ from sklearn.linear_model import Ridge
 from kvfit.bundle import Bundle
 from kvfit.errors import MismatchError, SolveError
 from kvfit.fit.solve import HOLDOUT_ENOUGH, RECIPES, Options, solve
+from kvfit.mapper import Mapper
 from kvfit.spec import KINDS, Kind
 
 
@@ -317,3 +318,122 @@ def test_recipe_is_the_papers(tmp_path: Path) -> None:
                 pair.predict(bundle, "fit", kind, t), x @ weight + bias, rtol=0, atol=2e-5 * abs(y).max()
             )
     assert (bundle.spec.support, bundle.spec.gain, bundle.spec.inputs) == ("full", "none", "same")
+
+
+def exact() -> Planted:
+    """Whole numbers about whole means, the same mean in every batch: no sum rounds, whatever the order of the batches."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(count: int, width: int, mean: int) -> torch.Tensor:
+        half = torch.randint(-6, 7, (count // 2, width), generator=generator).float()
+        return torch.stack([mean + half, mean - half], 1).flatten(0, 1)
+
+    base = plant([(0,), (1,)], n_source_layers=2, n_tokens=(240, 120))
+    sides = [
+        {
+            split: {kind: [rows(n, 6, 7 * (i + 1)) for i in range(2)] for kind in KINDS}
+            for split, n in (("fit", 240), ("holdout", 120))
+        }
+        for _ in range(2)
+    ]
+    return dataclasses.replace(base, source=sides[0], target=sides[1])
+
+
+ORDERS = [[0, 1, 2, 3, 4, 5], [3, 0, 4, 1, 5, 2], [5, 4, 3, 2, 1, 0]]
+
+
+def test_a_store_captured_in_another_order_gives_the_same_bytes_where_no_sum_rounds(tmp_path: Path) -> None:
+    found = []
+    for number, order in enumerate(ORDERS):
+        store = exact().store(tmp_path / f"{number}.zarr", order=order)
+        solve(store, tmp_path / str(number), options=Options(top_k="auto"), progress=False)
+        found.append({path.name: path.read_bytes() for path in (tmp_path / str(number)).iterdir()})
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_store_captured_in_another_order_gives_the_same_map_up_to_the_rounding_of_its_sums(
+    pair: Planted, tmp_path: Path
+) -> None:
+    bundles = [
+        solved(pair.store(tmp_path / f"{n}.zarr", order=order), tmp_path / str(n), top_k=2)[0] for n, order in enumerate(ORDERS)
+    ]
+    first = bundles[0].spec
+    for bundle in bundles[1:]:
+        for a, b in zip(first.layers, bundle.spec.layers, strict=True):
+            assert (a.source_layers, a.penalty) == (b.source_layers, b.penalty)
+            assert (a.r2_fit, a.r2_holdout) == pytest.approx((b.r2_fit, b.r2_holdout), abs=1e-6)
+            predicted = [pair.predict(one, "holdout", a.kind, a.layer_index) for one in (bundles[0], bundle)]
+            np.testing.assert_allclose(predicted[1], predicted[0], rtol=0, atol=1e-5 * abs(predicted[0]).max())
+
+
+@pytest.mark.parametrize(("support", "inputs"), [("full", "same"), ("full", "both"), ("head", "same"), ("head", "both")])
+def test_mapper_reads_features_in_the_order_that_was_solved(
+    pair: Planted, store: Path, tmp_path: Path, support: Any, inputs: Any
+) -> None:
+    bundle, _ = solved(store, tmp_path / "bundle", top_k=2, support=support, inputs=inputs)
+    side = pair.source["holdout"]
+    # (T, H * D) -> (1, H, T, D)
+    cache = [tuple(side[kind][i].view(1, 300, 2, 3).transpose(1, 2) for kind in KINDS) for i in range(4)]
+    for t, mapped in enumerate(Mapper.from_bundle(bundle).transfer_layers(cache)):
+        for kind, tensor in zip(KINDS, mapped, strict=True):
+            wanted = pair.predict(bundle, "holdout", kind, t)
+            np.testing.assert_allclose(tensor[0].transpose(0, 1).flatten(1), wanted, rtol=0, atol=1e-4 * abs(wanted).max())
+
+
+def test_mixed_precision_gives_the_same_map(store: Path, tmp_path: Path) -> None:
+    for precision in ("float64", "mixed"):
+        report = solve(store, tmp_path / precision, options=Options(penalty=0.01), precision=precision, progress=False).report
+        assert report["precision"] == precision
+    plain, mixed = (Bundle.open(tmp_path / precision) for precision in ("float64", "mixed"))
+    for kind, t in product(KINDS, range(3)):
+        for a, b in zip(plain.layer(kind, t), mixed.layer(kind, t), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(a.abs().max()))
+
+
+def test_too_small_a_budget_is_refused_before_anything_is_solved(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(SolveError, match=r"--memory-budget: found 0\.00 GiB, needed 0\.06 GiB to factor 24 inputs"):
+        solve(store, tmp_path / "bundle", memory_budget=1 << 20, progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_without_float64_is_refused(store: Path, tmp_path: Path) -> None:
+    device = "mps" if not torch.backends.mps.is_available() else "xpu"
+    with pytest.raises(MismatchError, match=f"--device {device}: found no float64 there"):
+        solve(store, tmp_path / "bundle", device=device, progress=False)
+
+
+def test_weights_that_the_dtype_cannot_hold_are_refused(pair: Planted, tmp_path: Path) -> None:
+    small = pair.scaled(1e-7)
+    with pytest.raises(SolveError, match="found weights beyond float16, needed finite ones: use --dtype float32"):
+        solve(small.store(tmp_path / "s.zarr"), tmp_path / "bundle", options=Options(dtype="float16"), progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.zarr"]  # and nothing is left behind
+
+
+def test_recipe_can_be_changed_on_the_command_line(store: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from kvfit.cli import cli
+
+    runner = CliRunner()
+    arguments = ["solve", str(store), "--out", str(tmp_path / "b"), "--recipe", "heo2026", "--top-k", "2", "--json"]
+    result = runner.invoke(cli, arguments, catch_exceptions=False)
+    asked = json.loads(result.stdout)["options"]
+    assert asked == dataclasses.asdict(dataclasses.replace(RECIPES["heo2026"], top_k=2))
+
+
+def test_sweep_on_the_command_line(store: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from kvfit.cli import cli
+
+    runner = CliRunner()
+    start = ["solve", str(store), "--out", str(tmp_path / "s")]
+    result = runner.invoke(
+        cli, [*start, "--sweep", "top_k=1,all", "penalty=1e-3,1e-2", "--gain", "none", "--json"], catch_exceptions=False
+    )
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["top_k"], row["penalty"], row["gain"]) for row in rows] == [
+        (k, p, "none") for k in (1, "all") for p in (1e-3, 1e-2)
+    ]
+    for wrong in (["penalty=1"], ["--sweep", "penalty=x"], ["--sweep", "top_k=1", "top_k=2"]):
+        assert runner.invoke(cli, [*start, *wrong]).exit_code == 2

@@ -31,6 +31,10 @@ GREEDY_PENALTY = 1e-2
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32)
 
 
+# Kind, source layers, target layer, penalty.
+Map = tuple[Kind, Layers, int, float]
+
+
 class Quality(NamedTuple):
     """R2 of one layer map: on the fit and holdout split before the gain, and on the holdout split as used."""
 
@@ -72,11 +76,21 @@ class Fitted:
 class Fitter:
     """The regressions of one store under one set of options; remembers what it measured."""
 
-    def __init__(self, reader: Reader, options: Options, *, progress: bool = True) -> None:
+    def __init__(
+        self, reader: Reader, options: Options, *, progress: bool = True, known: dict[Map, Quality] | None = None
+    ) -> None:
+        """Over a reader.
+
+        Args:
+            reader: of the store.
+            options: what is asked for.
+            progress: show bars.
+            known: shared with fitters whose options differ in the choice of layers and penalties only.
+        """
         self.reader = reader
         self.options = options
         self._hide = None if progress else True
-        self._known: dict[tuple[Kind, Layers, int, float], Quality] = {}
+        self._known: dict[Map, Quality] = {} if known is None else known
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +170,15 @@ class Fitter:
                 for layer_index, quality in zip(solution.problem.target_layers, qualities, strict=True):
                     self._known[kind, source_layers, layer_index, penalty] = quality
         return [[self._known[kind, source_layers, t, penalty] for t in target_layers] for penalty in penalties]
+
+    def qualities(self, kind: Kind, sets: list[Layers], penalties: Sequence[float] = ()) -> list[tuple[float, Quality]]:
+        """Penalty and quality of every target layer's map; measures `penalties` on the way, while the scatters are at hand."""
+        found: list[tuple[float, Quality]] = [(0.0, Quality(0.0, 0.0, 0.0))] * len(sets)
+        for source_layers, members in _groups(sets).items():
+            self.measure(kind, source_layers, members, penalties)
+            for layer_index, penalty in zip(members, self.best_penalties(kind, source_layers, members), strict=True):
+                found[layer_index] = (penalty, self.measure(kind, source_layers, [layer_index], (penalty,))[0][0])
+        return found
 
     def fit(self, kind: Kind, sets: list[Layers]) -> Iterator[Fitted]:
         """Every target layer's map of one kind, grouped by what they read: one factorisation per set and penalty."""

@@ -53,6 +53,28 @@ def r2_layers(report: dict[str, Any]) -> bytes:
     return _png(figure)
 
 
+def sweep_curves(rows: list[dict[str, Any]]) -> bytes:
+    """R2 of a sweep over the number of source layers, a line per combination of the other options; fit split dashed."""
+    figure, axes = _figure(len(KINDS))
+    sizes = list(dict.fromkeys(str(row["top_k"]) for row in rows))
+    swept = [name for name in ("penalty", "gain", "support", "select") if len({row[name] for row in rows}) > 1]
+    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(tuple(row[name] for name in swept), []).append(row)
+    for axis, kind in zip(axes, KINDS, strict=True):
+        for values, line in lines.items():
+            at = [sizes.index(str(row["top_k"])) for row in line]
+            label = ", ".join(f"{name} {value}" for name, value in zip(swept, values, strict=True)) or "holdout"
+            (drawn,) = axis.plot(at, [row[f"{kind}_r2_holdout"] for row in line], "o-", label=label)
+            axis.plot(at, [row[f"{kind}_r2_fit"] for row in line], "--", color=drawn.get_color(), alpha=0.5)
+        axis.set_xticks(range(len(sizes)), sizes)
+        axis.set(title=kind, xlabel="source layers per target layer", ylabel="R2, mean over target layers")
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right", fontsize=8)
+    figure.suptitle("R2 before the gain: holdout split (solid) and fit split (dashed)")
+    return _png(figure)
+
+
 def _figure(columns: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 

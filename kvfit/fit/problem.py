@@ -238,6 +238,7 @@ def check_budget(problem: Problem, memory_budget: int, precision: Precision) -> 
     least = problem.least_bytes(precision)
     if least > memory_budget:
         raise SolveError(
-            f"--memory-budget: found {memory_budget / 2**30:.2f} GiB, needed {least / 2**30:.2f} GiB to factor {problem.n_inputs}"
-            f" inputs ({len(problem.source_layers)} source layers): raise it, choose a smaller --top-k, or use --support head"
+            f"--memory-budget: found {memory_budget / 2**30:.2f} GiB, needed {least / 2**30:.2f} GiB to factor"
+            f" {problem.n_inputs} inputs ({len(problem.source_layers)} source layers): raise it, use a smaller --top-k"
+            " or --support head"
         )

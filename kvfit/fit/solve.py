@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,7 +94,7 @@ def solve(
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
         details = list(_solve_layers(fitter, chosen, Path(scratch)))
         details.sort(key=lambda detail: (detail["layer_index"], KINDS.index(detail["kind"])))
-        spec = _spec(reader.store, options, details)
+        spec = mapper_spec(reader.store, options, map(_layer_map, details))
         report = _report(reader, options, probes, details)
         weights = ((m.kind, m.layer_index, *_load(Path(scratch), m.kind, m.layer_index)) for m in spec.layers)
         write_bundle(out, spec, weights, recipe=reader.store.recipe, solve=report)
@@ -204,11 +204,19 @@ def _detail(fitted: Fitted) -> dict[str, Any]:
     }
 
 
-def _spec(store: Store, options: Options, details: list[dict[str, Any]]) -> MapperSpec:
-    layers = tuple(
-        LayerMap(d["kind"], d["layer_index"], tuple(d["source_layers"]), d["penalty"], d["r2_fit"], d["r2_holdout"])
-        for d in details
+def _layer_map(detail: dict[str, Any]) -> LayerMap:
+    return LayerMap(
+        kind=detail["kind"],
+        layer_index=detail["layer_index"],
+        source_layers=tuple(detail["source_layers"]),
+        penalty=detail["penalty"],
+        r2_fit=detail["r2_fit"],
+        r2_holdout=detail["r2_holdout"],
     )
+
+
+def mapper_spec(store: Store, options: Options, layers: Iterable[LayerMap]) -> MapperSpec:
+    """The spec of a mapper that was solved from a store."""
     return MapperSpec(
         format_version=FORMAT_VERSION,
         kvfit_version=kvfit.__version__,
@@ -219,7 +227,7 @@ def _spec(store: Store, options: Options, details: list[dict[str, Any]]) -> Mapp
         inputs=options.inputs,
         gain=options.gain,
         dtype=options.dtype,
-        layers=layers,
+        layers=tuple(layers),
     )
 
 
