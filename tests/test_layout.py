@@ -42,7 +42,7 @@ TIERS = (
         "fit.ridge",
         "fit.text",
     ),
-    ("fit.arms", "fit.plan", "fit.recipe", "fit.record", "fit.selfcheck"),
+    ("fit.arms", "fit.options", "fit.plan", "fit.recipe", "fit.record", "fit.selfcheck"),
     ("fit.ask", "fit.buffer", "fit.clock", "fit.diagnose", "fit.inspect", "fit.likelihood", "fit.turns", "fit.writer"),
     ("fit.accumulate", "fit.verdict"),
     ("fit.store",),
