@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from kvfit.probe import probe, rotary_tables
 from kvfit.spec import ModelSpec
 
 _SAMPLES = 64
+_MIXTURE = re.compile(r"expert|moe|router|(^|\.)gate$")
 _DECIMALS = 9  # significant digits of a configured number; more than any file carries, fewer than a float32 invents
 
 
@@ -81,7 +81,7 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
         if (table.inverse_frequencies, table.attention_scaling) not in tables:
             raise MismatchError(
                 f"field rope.tables[{index}]: found a model with other inverse frequencies or attention scaling, needed those "
-                f"of {spec.ref}: load the model with the configuration and the dtype handling it was fitted with"
+                f"of {spec.ref}: load it with its own configuration, and with a transformers that is new enough to read that"
             )
     _compare(spec, "config_digest", spec.config_digest, config_digest(model.config))
     _compare(spec, "quantisation", spec.quantisation, quantisation(model.config))
@@ -119,9 +119,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def weight_fingerprint(model: Any) -> str:
     """Digest (SHA-256) of fixed, evenly spread slices of the decoder's weights, each rounded to bfloat16.
 
-    64 numbers of every parameter of every decoder layer (key and value projections, fused ones included, queries, norms,
-    MLPs; experts are left out, as their layout differs between versions) and of the input embedding. Rounding first makes a
-    bfloat16 and a float32 load of one checkpoint agree; a float16 load of a bfloat16 checkpoint loses bits and does not.
+    64 numbers of every parameter of every decoder layer (key and value projections, fused ones included, queries, norms, MLPs)
+    and of the input embedding; experts and their router are left out, as their layout differs between versions. Rounding first
+    makes a bfloat16 and a float32 load of one checkpoint agree; a float16 load of a bfloat16 one loses bits and does not.
 
     Raises:
         UnsupportedModelError: the weights are not in memory (meta device, offloaded to disk).
@@ -155,10 +155,11 @@ def _weights(model: Any) -> Iterator[Tensor]:
     layers: dict[int, list[tuple[str, Any, str]]] = {}
     for path, module in model.named_modules():
         found = layer_path(path)
-        if found is None or "expert" in path:
+        if found is None or _MIXTURE.search(path):
             continue
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.numel() and "inv_freq" not in name and "expert" not in name:
+            # Quantised weights are buffers; so are causal masks and frequencies, which are no weights.
+            if tensor is not None and tensor.numel() > 1 and tensor.dtype != torch.bool and "inv_freq" not in name:
                 layers.setdefault(found[0], []).append((f"{found[1]}.{name}", module, name))
     if not layers:
         raise UnsupportedModelError(f"{family(model)}: found no decoder layers by name, needed their weights as identity")
@@ -167,40 +168,45 @@ def _weights(model: Any) -> Iterator[Tensor]:
             yield loaded_tensor(model, module, name)
 
 
-# What the values of a configuration mean for the arithmetic, by the words in their names. The rest (token ids, dropout,
-# initialisation, longest position, file versions) leaves keys and values alone, and differs between versions of transformers.
+# Values that change the arithmetic, by the words in their names. The rest (token ids, dropout, initialisation, longest
+# position, generation, file versions) leaves keys and values alone, and differs between versions of transformers.
 _MATTERS = re.compile(
-    r"hidden|intermediate|num_.*(layers|heads|groups|experts)|head_dim|eps|act|bias|scal|multiplier|softcap|window|layer_types"
-    r"|experts|top_k|clip|lora_rank|parallel|residual|no_rope|qk_norm|rope_layers|query_pre_attn"
+    r"hidden|intermediate|num_.*(layers|heads|groups|experts)|head_dim|eps|activation|_act(_fn)?$|bias|scal|multiplier|softcap"
+    r"|experts|topk|clip|lora_rank|parallel|residual|no_rope|qk_(layer)?norm|query_pre_attn|alibi"
 )
-_NOISE = re.compile(
-    r"dropout|initializer|output_|aux|rope_scaling|rope_theta|max_window_layers|use_cache|pad|transformers|fused"
-)
+_NOISE = re.compile(r"^_|dropout|initializer|output_|aux|rope_scaling|use_cache|pad|transformers|fused|beam|hidden_states")
+_RENAMED = {"num_local_experts": "num_experts"}
 
 
 def config_digest(config: Any) -> str:
     """Digest (SHA-256) of the configuration values that change what the model computes.
 
-    Not in it: names, versions, dtype, token ids, dropout, the padded size of the vocabulary, and the rotary parameters, whose
-    result (`ModelSpec.rope`) is recorded itself. Values that are None or False are left out, so that a version of
-    transformers that adds an option which is off does not change the digest.
+    Not in it: names, versions, dtype, token ids, dropout, the padded size of the vocabulary, and what `ModelSpec` records in
+    fields of its own: rotary parameters and windows. Values that are None or False are left out, so that a version of
+    transformers that adds an option which is off does not change the digest; whole numbers and fractions are written alike.
     """
-    values = config.get_text_config(decoder=True).to_dict()
+    config = config.get_text_config(decoder=True)
+    values = config.to_dict()
     kept: dict[str, Any] = {"model_type": values.get("model_type")}
     for name, value in values.items():
         if _MATTERS.search(name) and not _NOISE.search(name) and value is not None and value is not False:
-            kept[name] = _plain(value)
+            kept[_RENAMED.get(name, name)] = _plain(value)
+    heads = values.get("num_attention_heads")
+    if "head_dim" not in kept and isinstance(heads, int) and isinstance(values.get("hidden_size"), int):
+        kept["head_dim"] = _plain(values["hidden_size"] // heads)  # what every family does that leaves it out
     return _digest(kept)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return f"{value:.{_DECIMALS}g}" if math.isfinite(value) else str(value)
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)):
+        return f"{value:.{_DECIMALS}g}"
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items() if item is not None and item is not False}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if isinstance(value, (str, int, bool)) or value is None else str(value)
+    return str(value)
 
 
 def _digest(value: Any) -> str:

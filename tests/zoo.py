@@ -118,7 +118,13 @@ FAMILIES = [
     Family("granite", "granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.7}),
     Family("stablelm", "stablelm", {"partial_rotary_factor": 0.25}, rotated_width=4, note="25 % rotated"),
     Family("stablelm-qk-norm", "stablelm", {"partial_rotary_factor": 0.25, "qk_layernorm": True}, rotated_width=4, since="5.0"),
-    Family("gpt-neox", "gpt_neox", {"rotary_pct": 0.25}, rotated_width=4, note="fused projections, interleaved by head"),
+    Family(
+        "gpt-neox",
+        "gpt_neox",
+        {"rotary_pct": 0.25, "num_key_value_heads": None},
+        rotated_width=4,
+        note="fused projections, interleaved by head",
+    ),
     Family(
         "gpt-oss",
         "gpt_oss",
@@ -141,7 +147,12 @@ UNLISTED = [
     Family("ernie4_5", "ernie4_5", {"head_dim": 16}, pairing="interleaved"),
     Family("nemotron", "nemotron", {"partial_rotary_factor": 0.5}, rotated_width=8),
     Family("persimmon", "persimmon", {"num_key_value_heads": None, "partial_rotary_factor": 0.5}, rotated_width=8),
-    Family("gpt2", "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 4096}, assignment=(None, None, None)),
+    Family(
+        "gpt2",
+        "gpt2",
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 4096, "num_key_value_heads": None},
+        assignment=(None, None, None),
+    ),
 ]
 
 
