@@ -53,3 +53,11 @@ def load() -> Callable[[Path | str], Any]:
         return kept[str(ref)]
 
     return loaded
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of one `kvfit demo`, with the paths of its store and bundle; about a minute on two cores, run once."""
+    from kvfit.demo.run import run_demo
+
+    return run_demo(tmp_path_factory.mktemp("demo") / "out", progress=False).report

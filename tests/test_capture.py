@@ -13,6 +13,7 @@ import torch
 
 from kvfit.errors import MismatchError, StoreError, TextError
 from kvfit.fit import models
+from kvfit.fit.activations import Activations
 from kvfit.fit.capture import Options, capture
 from kvfit.fit.store import Store
 from kvfit.fit.text import TextOptions, sequences
@@ -115,8 +116,6 @@ def test_an_interrupted_capture_ends_with_the_same_bits(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped at every forward pass in turn, resumed each time; commits fall inside batches of both splits too."""
-    from kvfit.fit import capture as module
-
     options = Options(num_sequences=16, seq_len=48, token_stride=1, holdout=0.4)
     arguments = {
         "text": TEXT,
@@ -129,7 +128,7 @@ def test_an_interrupted_capture_ends_with_the_same_bits(
     # A buffer of a few dozen tokens, so that every addition commits the one before.
     monkeypatch.setattr("kvfit.fit.accumulate.LARGEST_BUFFER", 100)
     capture(str(tiny_pair[0]), str(tiny_pair[1]), tmp_path / "whole.zarr", **arguments)
-    plain = module._Runner.__call__
+    plain = Activations.__call__
     out, stops, finished = tmp_path / "torn.zarr", 0, False
     while not finished:
         calls = 0
@@ -141,7 +140,7 @@ def test_an_interrupted_capture_ends_with_the_same_bits(
                 raise KeyboardInterrupt
             return plain(self, ids)
 
-        monkeypatch.setattr(module._Runner, "__call__", tripped)
+        monkeypatch.setattr(Activations, "__call__", tripped)
         try:
             capture(str(tiny_pair[0]), str(tiny_pair[1]), out, resume=out.exists(), **arguments)
             finished = True

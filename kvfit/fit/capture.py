@@ -5,7 +5,6 @@ The models run once per pair; everything after that is linear algebra on the sto
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import random
 import shutil
@@ -19,17 +18,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfit import cache as caches
 from kvfit.errors import MismatchError, StoreError, TextError
 from kvfit.fit import models
+from kvfit.fit.accumulate import Accumulator
+from kvfit.fit.activations import Activations
 from kvfit.fit.merge import merge
 from kvfit.fit.ranks import Ranks, meeting
+from kvfit.fit.recipe import make_recipe
 from kvfit.fit.selfcheck import self_check
-from kvfit.fit.store import Accumulator
 from kvfit.fit.text import Cursor, Sequence, TextOptions, sequences
 from kvfit.identity import describe_model
-from kvfit.rope import angles, unrotate
-from kvfit.spec import KINDS, Inputs, Kind, ModelSpec
+from kvfit.spec import Inputs, Kind
 
 StatsDtype = Literal["float32", "float64"]
 SPLITS: tuple[Literal["fit", "holdout"], ...] = ("fit", "holdout")
@@ -69,6 +68,11 @@ class Options:
             raise MismatchError(f"--skip-tokens: found {self.skip_tokens}, needed less than --seq-len {self.seq_len}")
         if not 0 <= self.holdout < 1:
             raise MismatchError(f"--holdout: found {self.holdout}, needed 0 or more and less than 1")
+
+    @property
+    def kept(self) -> range:
+        """Positions of a sequence whose tokens are kept."""
+        return range(self.skip_tokens, self.seq_len, self.token_stride)
 
     def split(self, index: int) -> Literal["fit", "holdout"]:
         """The split of sequence `index`: evenly spread, so that any run of sequences holds its share."""
@@ -148,8 +152,8 @@ def capture(
     specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
     for loaded, spec in zip(pair, specs, strict=True):
         self_check(loaded.model, spec, first)
-    recipe = _recipe(specs, text, options, loading, batch_size, ranks)
-    runners = [_Runner(loaded.model, spec, options) for loaded, spec in zip(pair, specs, strict=True)]
+    recipe = make_recipe(specs, text, asdict(options), loading, batch_size, ranks)
+    runners = [Activations(loaded.model, spec, options.kept) for loaded, spec in zip(pair, specs, strict=True)]
     if resume and part.exists():
         accumulator = Accumulator.resume(part, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
     else:
@@ -172,8 +176,7 @@ def capture(
             merge(ranks.parts(out), out)
             for path in ranks.parts(out):
                 shutil.rmtree(path)
-    kept = len(range(options.skip_tokens, options.seq_len, options.token_stride))
-    return Captured(out, cursor.sequences, cursor.short, cursor.sequences * kept)
+    return Captured(out, cursor.sequences, cursor.short, cursor.sequences * len(options.kept))
 
 
 def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
@@ -198,89 +201,9 @@ def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size
     return torch.tensor([sequence.ids for sequence in first])
 
 
-def _recipe(
-    specs: list[ModelSpec],
-    text: TextOptions,
-    options: Options,
-    loading: tuple[models.Options, models.Options],
-    batch_size: int,
-    ranks: Ranks,
-) -> dict[str, Any]:
-    """What a resumed capture must have in common with its beginning, and merged ones with each other, but for `part`."""
-    packages = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
-    return {
-        "models": [
-            {
-                "ref": spec.ref,
-                "revision": spec.revision,
-                "tokenizer": spec.tokenizer_fingerprint,
-                "weights": spec.weight_fingerprint,
-            }
-            for spec in specs
-        ],
-        "text": {**asdict(text), "dataset": _public_name(text.dataset)},
-        "options": asdict(options),
-        "batch_size": batch_size,
-        "part": {"rank": ranks.rank, "of": ranks.size},
-        "dtype": [how.dtype for how in loading],
-        "attn_implementation": [how.attn_implementation for how in loading],
-        "versions": {name: _version(name) for name in packages},
-    }
-
-
-def _public_name(dataset: str) -> str:
-    """A dataset's name for the record: a local path is reduced to its last part."""
-    return Path(dataset).name if Path(dataset).exists() else dataset
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-class _Runner:
-    """One model of the pair: ids in, features of the kept tokens out."""
-
-    def __init__(self, model: Any, spec: ModelSpec, options: Options) -> None:
-        self.model = model
-        self.spec = spec
-        self.options = options
-        self.device = next(model.parameters()).device
-        self._angles: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
-
-    @torch.no_grad()
-    def __call__(self, ids: Tensor) -> dict[Kind, list[Tensor]]:
-        """Per kind and layer (B, N, H * D): un-rotated keys and values of every kept token."""
-        cache = caches.full_cache()
-        caches.forward(self.model, ids.to(self.device), cache, base=True)
-        kept = slice(self.options.skip_tokens, None, self.options.token_stride)
-        out: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
-        for layer_index, (keys, values) in enumerate(caches.read_cache(cache)):
-            if keys.shape[2] != ids.shape[1]:
-                raise MismatchError(
-                    f"{self.spec.ref}, layer {layer_index}: found {keys.shape[2]} tokens in the cache, needed the "
-                    f"{ids.shape[1]} that were run"
-                )
-            keys, values = keys[:, :, kept], values[:, :, kept]
-            keys = unrotate(keys, self.spec.rope.table(layer_index), self.angles(layer_index, keys.device))
-            for kind, tensor in (("keys", keys), ("values", values)):
-                out[kind].append(tensor.transpose(1, 2).flatten(2))  # type: ignore[index]
-        return out
-
-    def angles(self, layer_index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        table = self.spec.rope.table(layer_index)
-        key = (-1 if table is None else self.spec.rope.assignment[layer_index] or 0, device)
-        if key not in self._angles:
-            positions = torch.arange(self.options.skip_tokens, self.options.seq_len, self.options.token_stride, device=device)
-            self._angles[key] = (positions, positions) if table is None else angles(table, positions)
-        return self._angles[key]
-
-
 def _run(
     accumulator: Accumulator,
-    runners: list[_Runner],
+    runners: list[Activations],
     text: TextOptions,
     options: Options,
     tokenizer: Any,
