@@ -50,7 +50,9 @@ def _plain(text: str | None) -> str:
 def _type(parameter: click.Parameter) -> str:
     if isinstance(parameter.type, click.Choice):
         return "\\|".join(f"`{choice}`" for choice in parameter.type.choices)
-    return "" if isinstance(parameter, click.Option) and parameter.is_flag else parameter.type.name.replace("|", ", ")
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        return ""
+    return _plain(parameter.metavar or parameter.type.name)
 
 
 def _default(option: click.Option) -> str:
@@ -84,7 +86,7 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
     yield "\n\n".join(re.sub(r"\s+", " ", part).strip() for part in (command.help or "").split("\n\n"))
     options = [p for p in command.params if isinstance(p, click.Option) and not p.hidden]
     rows = [_row(option) for option in options]
-    yield "\n".join(["| Option | Takes | Default | |", "|---|---|---|---|", *rows])
+    yield "\n".join(["| Option | Takes | Default | What it does |", "|---|---|---|---|", *rows])
 
 
 def page() -> str:

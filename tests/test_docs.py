@@ -86,12 +86,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "demo:target",
         out / "pair.zarr",
         text=TextOptions("demo:text"),
-        options=capture.Options(num_sequences=60, seq_len=256, token_stride=2),
+        options=capture.Options(num_sequences=40, seq_len=128, token_stride=1),
         progress=False,
     )
     solved = solve.solve(captured.store, out / "bundle", options=solve.Options(penalty=0.01), progress=False)
     lenient = evaluate.Thresholds(share_of_gap=-10, interval_low=-10, kl=100, control_margin=-10, recall=0)
-    options = evaluate.Options(prefix=96, continuation=32, documents=4, probes=0, repeats=1, thresholds=lenient)
+    options = evaluate.Options(
+        prefix=96, continuation=32, documents=4, probes=0, greedy=0, diagnose=0, repeats=0, resamples=10, thresholds=lenient
+    )
     evaluate.evaluate(solved.bundle, options=options, progress=False)
     return folder
 
@@ -226,6 +228,15 @@ def test_a_page_opens_with_what_to_do_if_unsure(page: Path) -> None:
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == {page.relative_to(DOCS).as_posix() for page in PAGES}
+
+
+def test_the_tree_in_readme_names_every_module() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [tree] = re.findall(r"<!-- tree -->\n```text\n(.*?)```", text, re.DOTALL)
+    named = re.findall(r"\b\w+\.py\b", tree)
+    modules = [path.name for path in (ROOT / "kvfit").glob("*.py")]
+    modules += [path.name for path in (ROOT / "kvfit" / "fit").glob("*.py") if path.name != "__init__.py"]
+    assert sorted(named) == sorted(modules)
 
 
 def test_readme_and_ci_run_the_same_command() -> None:

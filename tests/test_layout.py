@@ -42,9 +42,10 @@ TIERS = (
         "fit.ridge",
         "fit.text",
     ),
-    ("fit.arms", "fit.options", "fit.plan", "fit.recipe", "fit.record", "fit.selfcheck"),
+    ("fit.activations", "fit.arms", "fit.options", "fit.plan", "fit.recipe", "fit.record", "fit.report", "fit.selfcheck"),
     ("fit.ask", "fit.buffer", "fit.clock", "fit.diagnose", "fit.inspect", "fit.likelihood", "fit.turns", "fit.writer"),
-    ("fit.accumulate", "fit.verdict"),
+    ("fit.updater", "fit.verdict"),
+    ("fit.accumulate",),
     ("fit.store",),
     ("fit.merge", "fit.problem"),
     ("fit.capture", "fit.regression"),
@@ -104,7 +105,14 @@ def upward_imports(package: Path, tiers: tuple[tuple[str, ...], ...]) -> list[st
     """What breaks the table: modules that it does not know, and imports of a module that is not in an earlier tier."""
     rank = {name: number for number, tier in enumerate(tiers) for name in tier}
     known = modules(package)
-    faults = [f"{name}: has no place in TIERS of {Path(__file__).name}" for name in known if name not in rank]
+
+    def place(name: str) -> str:
+        least = rank.get("fit", 0) if name.startswith("fit.") else 0
+        highest = max([least, *(rank.get(imported, 0) for imported, _ in imports(package, name))])
+        beside = ", ".join(tiers[highest + 1]) if highest + 1 < len(tiers) else "nothing"
+        return f"{name}: has no place in TIERS of {Path(__file__).name}; by its imports it may stand beside {beside}"
+
+    faults = [place(name) for name in known if name not in rank]
     faults += [f"{name}: is in TIERS but does not exist" for name in rank if name not in known]
     for name in known:
         # The root names its public functions for type checkers and loads them when they are first used.
