@@ -57,6 +57,31 @@ def _penalty(_context: click.Context, _option: click.Parameter, value: str) -> f
     return number
 
 
+def _lengths(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...]:
+    """Numbers of tokens with commas between."""
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isdigit() and int(part) > 1 for part in parts):
+        raise click.BadParameter(f"found {value!r}, needed numbers of 2 or more with commas between, such as 256,1024")
+    return tuple(int(part) for part in parts)
+
+
+def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(part.strip() for part in value.split(","))
+
+
+def _named(_context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """NAME=VALUE, given any number of times."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, _, rest = value.partition("=")
+        if not name or not rest:
+            raise click.BadParameter(f"found {value!r}, needed {option.metavar}")
+        if name in found:
+            raise click.BadParameter(f"found {name} twice, needed a name of its own for each")
+        found[name] = rest
+    return found
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110})
 @click.version_option(__version__, prog_name="kvfit")
 def cli() -> None:
@@ -319,24 +344,121 @@ def solve(
 @click.option("--source", help="Ref of the source; default: the one that the bundle names.")
 @click.option("--target", help="Ref of the target; default: the one that the bundle names.")
 @_text_options("demo:heldout")
-@click.option("--prefix", default=384, help="Tokens of context.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    callback=_named,
+    metavar="NAME=DATASET",
+    help="A further text of another kind, reported apart; may be given several times.",
+)
+@click.option(
+    "--prefix", default="384", callback=_lengths, metavar="N[,N...]", help="Tokens of context; several lengths in turn."
+)
 @click.option("--continuation", default=128, help="Tokens scored after it.")
 @click.option("--documents", default=48, help="Documents to use.")
-@click.option("--probes", default=40, help="Recall questions; 0 for none.")
+@click.option("--probes", default=40, help="Recall questions of each kind; 0 for none.")
+@click.option(
+    "--probe-kinds", callback=_names, metavar="KIND[,KIND...]", help="Of names, list, sentence, two-hop; default: all."
+)
+@click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none.")
+@click.option("--diagnose", default=8, help="Documents on which layers and heads are diagnosed; 0 for none.")
+@click.option("--turns", default=0, help="Turns of the target in a conversation that goes back and forth; 0 for none.")
 @click.option("--exact-head", default=1, help="First tokens that the target runs itself, in the arm that is judged.")
 @click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself.")
+@click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source.")
+@click.option("--repeats", default=30, help="Timed runs after 10 that are not counted; 0 for no times.")
+@click.option("--threshold", "thresholds", multiple=True, callback=_named, metavar="NAME=NUMBER", help="Another threshold.")
 @click.option("--batch-size", default=8, help="Documents per forward pass.")
 @_loading_options
 @json_option
 def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool, **values: Any) -> None:
     """Measure BUNDLE on held-out text, with controls, and write the verdict into it. Exit 3 on fail."""
     from kvfit.fit import evaluate as verb
+    from kvfit.fit.text import TextOptions
 
     text, loading = _text(values), _loading(values)
-    found = verb.evaluate(bundle, source=source, target=target, text=text, options=verb.Options(**values), loading=loading)
+    texts = {name: TextOptions(dataset) for name, dataset in values.pop("texts").items()}
+    values["thresholds"] = verb.Thresholds.changed(values["thresholds"])
+    values = {name: value for name, value in values.items() if value is not None}
+    options = verb.Options(**values)
+    found = verb.evaluate(bundle, source=source, target=target, text=text, texts=texts, options=options, loading=loading)
     _say(found, as_json)
     if found.verdict == "fail":
         raise GateError(f"{bundle}: found verdict fail, needed pass or unknown: see evaluation.json for the reasons")
+
+
+@cli.command()
+@click.argument("bundle", type=click.Path())
+@click.option("--to", required=True, help="org/name on the Hub, or a local folder written ./folder.")
+@click.option("--tag", help="Version, such as v1; default: the next one.")
+@click.option("--private", is_flag=True, help="Create the repository as private.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
+@click.option("--license", "license_", metavar="ID", help="Licence of the mapper, such as apache-2.0, for the card.")
+@click.option("--registry", type=click.Path(), help="Also write the registry entry to propose into this folder.")
+@click.option("--any", "any_", is_flag=True, help="Push a bundle whose verdict is fail, too.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print what would happen.")
+@json_option
+def push(bundle: str, license_: str | None, any_: bool, as_json: bool, registry: str | None, **values: Any) -> None:
+    """Publish BUNDLE: everything checked first, one commit, then the tag. Safe to repeat. Exit 3 when its verdict is fail."""
+    from pathlib import Path
+
+    from kvfit import push as verb
+
+    place = None if registry is None else Path(registry)
+    _say(verb.push(bundle, license=license_, require="any" if any_ else "pass", registry=place, **values), as_json)
+
+
+@cli.command("list")
+@click.option("--source", help="Only mappers from this model.")
+@click.option("--target", help="Only mappers to this model.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON array on stdout instead of lines.")
+def list_(source: str | None, target: str | None, as_json: bool) -> None:
+    """List the published mappers in the registry."""
+    from kvfit.registry import list_mappers
+
+    entries = list_mappers(source, target)
+    if as_json:
+        click.echo(json.dumps([entry.to_json() for entry in entries], allow_nan=False))
+    else:
+        click.echo("\n".join(map(str, entries)) or "no such mapper is registered")
+
+
+@cli.command()
+@click.argument("ref")
+@click.option("--revision", help="Commit, tag or branch of a Hub repository.")
+@click.option("--local-files-only", is_flag=True, help="Never ask the Hub.")
+@json_option
+def verify(ref: str, as_json: bool, **values: Any) -> None:
+    """Check all of the bundle REF: files, digests, spec, shapes, and that every weight is finite."""
+    from kvfit import verify as verb
+
+    _say(verb.verify(ref, **values), as_json)
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--dtype", default="auto", help="auto (as stored), float32, bfloat16, float16.")
+@click.option("--device", help="Where to load it; default: the first GPU, else the CPU.")
+@click.option("--device-map", help="Spread it over devices with accelerate, for example auto.")
+@click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code from the model's repository.")
+@json_option
+def inspect(model: str, as_json: bool, **values: Any) -> None:
+    """Print what kvfit sees in MODEL, and whether it can map it. The model is loaded and run on a few tokens."""
+    from kvfit.fit import inspect as verb
+    from kvfit.fit.models import Options
+
+    _say(verb.inspect_model(model, options=Options(**values)), as_json)
+
+
+@cli.command()
+@json_option
+def env(as_json: bool) -> None:
+    """Print versions and devices, to paste into a bug report."""
+    from kvfit.environment import environment
+
+    _say(environment(), as_json)
 
 
 def main() -> None:
