@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from kvfit import cache as caches
+from kvfit.bundle import Bundle
 from kvfit.decoder import text_config
 from kvfit.errors import MismatchError
+from kvfit.fit import models
 from kvfit.handoff import handoff
+from kvfit.identity import check_model
 from kvfit.mapper import Mapper
 from kvfit.rope import angles, rotate, unrotate
 
@@ -46,6 +49,39 @@ class Pair:
     exact_head: int = 1
     exact_tail: int = 0
     recompute: float = 0.0
+
+
+def load_pair(
+    bundle: Bundle,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    loading: tuple[models.Options, models.Options] | None = None,
+    **options: Any,
+) -> tuple[Pair, Any]:
+    """Both models of a bundle, checked, with its mapper on the target's devices; and their tokenizer.
+
+    Args:
+        bundle: an opened bundle.
+        source: ref of the source model; default the one that the bundle names.
+        target: likewise.
+        loading: how source and target are loaded.
+        **options: `exact_head`, `exact_tail` and `recompute` of the pair.
+
+    Raises:
+        RefError: a model cannot be found.
+        MismatchError: a model is not the one that the bundle was fitted on.
+    """
+    specs = (bundle.spec.source, bundle.spec.target)
+    loaded = [
+        models.load(ref or spec.ref, spec.revision if ref is None else None, how)
+        for ref, spec, how in zip((source, target), specs, loading or (models.Options(), models.Options()), strict=True)
+    ]
+    for spec, model in zip(specs, loaded, strict=True):
+        check_model(spec, model.model, model.tokenizer)
+    devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
+    mapper = Mapper.from_bundle(bundle).to(devices)
+    return Pair(loaded[0].model, loaded[1].model, mapper, **options), loaded[1].tokenizer
 
 
 def device_of(model: Any) -> torch.device:
@@ -222,7 +258,7 @@ def greedy(model: Any, cache: Any, ids: Tensor, n_tokens: int, vocabulary: int |
     for _ in range(n_tokens):
         ids = caches.forward(model, ids, cache, logits_to_keep=1)[:, -1, :vocabulary].argmax(-1, keepdim=True)
         said.append(ids)
-    return torch.cat(said, 1)
+    return torch.cat(said, 1) if said else ids[:, :0]
 
 
 def answer(model: Any, cache: Any, question_ids: Tensor, n_tokens: int) -> list[int]:

@@ -16,23 +16,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvfit import cache as caches
 from kvfit.bundle import Bundle, add_files
 from kvfit.errors import MismatchError, TextError
 from kvfit.fit import arms, models
 from kvfit.fit.arms import Arm
 from kvfit.fit.ask import pooled, recall_table
 from kvfit.fit.clock import Effort, milliseconds
+from kvfit.fit.curves import pictures
 from kvfit.fit.diagnose import Diagnosis, diagnose
 from kvfit.fit.intervals import share_interval, share_of_gap
 from kvfit.fit.likelihood import Scores, likelihood
 from kvfit.fit.recall import PROBE_KINDS, ProbeKind
-from kvfit.fit.report import pictures, written
+from kvfit.fit.report import written
 from kvfit.fit.text import TextOptions, documents, sequences
 from kvfit.fit.turns import drift
 from kvfit.fit.verdict import Thresholds, conclude, control_lead, judge, judge_map
-from kvfit.identity import check_model
-from kvfit.mapper import Mapper
 from kvfit.spec import KINDS
 
 __all__ = ["Evaluated", "Options", "Thresholds", "evaluate"]
@@ -168,11 +166,10 @@ def evaluate(
     text = text or TextOptions(dataset="demo:heldout")
     loading = loading or (models.Options(), models.Options())
     opened = Bundle.open(bundle)
-    specs = (opened.spec.source, opened.spec.target)
     # Text is read before weights are loaded, so that too little of it is found out at once.
     tokenizer = models.load_tokenizer(
-        target or specs[1].ref,
-        specs[1].revision if target is None else None,
+        target or opened.spec.target.ref,
+        opened.spec.target.revision if target is None else None,
         trust_remote_code=loading[1].trust_remote_code,
     )
     read = {
@@ -183,22 +180,16 @@ def evaluate(
         name: _documents(other, tokenizer, longest + options.continuation, options.documents)
         for name, other in (texts or {}).items()
     }
-    loaded = [
-        models.load(ref or spec.ref, spec.revision if ref is None else None, how)
-        for ref, spec, how in zip((source, target), specs, loading, strict=True)
-    ]
-    for spec, model in zip(specs, loaded, strict=True):
-        check_model(spec, model.model, model.tokenizer)
-    devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
-    pair = arms.Pair(
-        loaded[0].model,
-        loaded[1].model,
-        Mapper.from_bundle(opened).to(devices),
-        options.exact_head,
-        options.exact_tail,
-        options.recompute,
+    pair, tokenizer = arms.load_pair(
+        opened,
+        source=source,
+        target=target,
+        loading=loading,
+        exact_head=options.exact_head,
+        exact_tail=options.exact_tail,
+        recompute=options.recompute,
     )
-    measured = _Measured(pair, loaded[1].tokenizer, options, progress)
+    measured = _Measured(pair, tokenizer, options, progress)
     report = measured.report(opened, read, further, _fillers(text, options.probes) if options.probes else [])
     report["text"] = _public_name(text)
     for name, other in (texts or {}).items():

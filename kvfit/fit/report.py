@@ -1,8 +1,7 @@
-"""`evaluation.md` and its pictures: what `evaluate` found, for a reader who has not seen the documentation."""
+"""`evaluation.md`: what `evaluate` found, for a reader who has not seen the documentation."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,19 +48,20 @@ def written(report: dict[str, Any], spec: MapperSpec) -> str:
         "",
         *(f"- {reason}" for reason in report["reasons"]),
         "",
-        f"The source ({spec.source.ref}) has read a text; its cache is mapped, and the target ({spec.target.ref}) continues from it. "
-        f"Measured on {tokens['documents']} documents of {report['text']} that were not used for fitting: {tokens['prefix']} tokens of "
-        f"context, {tokens['continuation']} tokens scored.",
+        f"The source ({spec.source.ref}) has read a text; its cache is mapped, and the target ({spec.target.ref}) "
+        f"continues from it. Measured on {tokens['documents']} documents of {report['text']} that were not used for "
+        f"fitting: {tokens['prefix']} tokens of context, {tokens['continuation']} tokens scored.",
         "",
         "## Likelihood",
         "",
         *_arms(report["arms"]),
-        "*nats* is the mean negative log-likelihood per token: lower is better. *Share of gap* is 100 % for the target with its own "
-        "cache, 0 % for the source alone, and below 0 where staying with the source is better; its interval is the 95 % bootstrap "
-        "interval over documents. *KL* is the distance to what the target with its own cache would say, in nats per token: mean, 95th "
-        "percentile, and mean over the first 16 tokens. *Top-1* is how often both find the same token likeliest. *Greedy match* is how "
-        f"much of the target's own next {options['greedy']} tokens comes out alike before the first difference. The controls hold none "
-        "of the context: a mapped cache that is no better than they are carries nothing.",
+        "*nats* is the mean negative log-likelihood per token: lower is better. *Share of gap* is 100 % for the "
+        "target with its own cache, 0 % for the source alone, and below 0 where staying with the source is better; "
+        "its interval is the 95 % bootstrap interval over documents. *KL* is the distance to what the target with "
+        "its own cache would say, in nats per token: mean, 95th percentile, and mean over the first 16 tokens. "
+        "*Top-1* is how often both find the same token likeliest. *Greedy match* is how much of the target's own "
+        f"next {options['greedy']} tokens comes out alike before the first difference. The controls hold none of the "
+        "context: a mapped cache that is no better than they are carries nothing.",
         "",
         *_prefixes(report),
         *_recall(report),
@@ -130,9 +130,9 @@ def _recall(report: dict[str, Any]) -> list[str]:
     lines = [
         "## Recall",
         "",
-        "Likelihood can improve while nothing of the context arrives. So facts are hidden in natural text that nobody could guess "
-        "(random codes, words, lookups over two sentences), and the answer has to come out exactly. Where the models cannot do "
-        "that with their own caches, recall is unknown.",
+        "Likelihood can improve while nothing of the context arrives. So facts are hidden in natural text that "
+        "nobody could guess (random codes, words, lookups over two sentences), and the answer has to come out "
+        "exactly. Where the models cannot do that with their own caches, recall is unknown.",
         "",
     ]
     arms = ("native", "source", "transfer", "handoff", "mean", "shuffled")
@@ -165,7 +165,8 @@ def _texts(report: dict[str, Any]) -> list[str]:
         lines += [
             f"## Other text: {name}",
             "",
-            f"{found['documents']} documents of {found['text']}, a text of another kind. Linear maps are known to fail there first.",
+            f"{found['documents']} documents of {found['text']}, a text of another kind. Linear maps are known to "
+            "fail there first.",
             "",
             *_arms(found["arms"]),
             *_layer_table(found["layers"]),
@@ -179,10 +180,10 @@ def _layers(report: dict[str, Any]) -> list[str]:
     return [
         "## Layers",
         "",
-        "How near mapped keys and values are to the target's own, per target layer. *R2* is of the map as it is used; *explained* "
-        "is what is left of it when every output may be rescaled. *Concentration* above 1 says that errors lie where attention reads. "
-        "*Attention cosine* compares what the target's own queries read from mapped and from own keys and values. "
-        "Numbers per head are in `evaluation.json`.",
+        "How near mapped keys and values are to the target's own, per target layer. *R2* is of the map as it is "
+        "used; *explained* is what is left of it when every output may be rescaled. *Concentration* above 1 says "
+        "that errors lie where attention reads. *Attention cosine* compares what the target's own queries read from "
+        "mapped and from own keys and values. Numbers per head are in `evaluation.json`.",
         "",
         *_layer_table(report["layers"]),
         "![layers](evaluation-layers.png)",
@@ -244,104 +245,14 @@ def _times(report: dict[str, Any]) -> list[str]:
     return [
         "## Time",
         "",
-        "Milliseconds for one sequence on the machine that evaluated: median (95th percentile). *Transfer* maps the source's cache, "
-        "*handover* also runs the exact tokens, *prefill* is the target reading everything. *Half there* is the same where the target "
-        "already holds the first half in its cache.",
+        "Milliseconds for one sequence on the machine that evaluated: median (95th percentile). *Transfer* maps the "
+        "source's cache, *handover* also runs the exact tokens, *prefill* is the target reading everything. *Half "
+        "there* is the same where the target already holds the first half in its cache.",
         "",
         *_table(head, rows),
-        f"Transfer is faster than prefill {said(times['crossover'])}; with the first half there, {said(times['crossover_reused'])}.",
+        f"Transfer is faster than prefill {said(times['crossover'])}; with the first half there, "
+        f"{said(times['crossover_reused'])}.",
         "",
         "![time](evaluation-time.png)",
         "",
     ]
-
-
-# -- pictures --------------------------------------------------------------------------------------------------
-
-
-def pictures(report: dict[str, Any]) -> dict[str, bytes]:
-    """PNG files by name; only those that there is something to draw for."""
-    found = {}
-    if report["layers"]:
-        found["evaluation-layers.png"] = _layer_curves(report["layers"])
-    if len(report["prefixes"]) > 1:
-        found["evaluation-match.png"] = _match_curves(report["prefixes"])
-    if report["milliseconds"]:
-        found["evaluation-time.png"] = _time_curves(report["milliseconds"]["lengths"])
-    return found
-
-
-def _figure(columns: int) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    # A bare Figure draws with Agg and touches no global state, unlike pyplot.
-    figure = Figure(figsize=(5.2 * columns, 4.0), layout="constrained")
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
-
-
-def _png(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _curve(values: Iterable[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]
-
-
-def _layer_curves(layers: list[dict[str, Any]]) -> bytes:
-    figure, axes = _figure(3)
-    at = [layer["layer_index"] for layer in layers]
-    for axis, kind in zip(axes, KINDS, strict=False):
-        for layer in layers:
-            heads = _curve(layer[kind]["heads"]["explained"])
-            axis.plot([layer["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
-        for name, label, style in (
-            ("explained", "explained variance", "o-"),
-            ("r2", "R2 in use", "s--"),
-            ("cosine", "cosine", "^:"),
-        ):
-            axis.plot(at, _curve(layer[kind][name] for layer in layers), style, label=label)
-        axis.set(title=kind, xlabel="target layer", ylim=(-0.5, 1.02))
-        axis.legend(loc="lower left", fontsize=8)
-    for layer in layers:
-        heads = _curve(layer["attention_cosine_heads"] or [])
-        axes[2].plot([layer["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
-    axes[2].plot(at, _curve(layer["attention_cosine"] for layer in layers), "o-")
-    axes[2].set(title="attention output: cosine", xlabel="target layer", ylim=(-0.05, 1.02))
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.suptitle("Mapped against the target's own, per layer (grey: heads)")
-    return _png(figure)
-
-
-def _match_curves(prefixes: dict[str, Any]) -> bytes:
-    figure, axes = _figure(2)
-    at = [int(prefix) for prefix in prefixes]
-    for axis, name, title in ((axes[0], "greedy_match", "greedy match"), (axes[1], "nll", "nats per token")):
-        for arm, style in (("native", "o-"), ("handoff", "s-"), ("source", "^--"), ("shuffled", "x:")):
-            axis.plot(at, _curve(found["arms"][arm][name] for found in prefixes.values()), style, label=arm)
-        axis.set(title=title, xlabel="tokens of context", xscale="log")
-        axis.set_xticks(at, [str(length) for length in at])
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.suptitle("By length of the context")
-    return _png(figure)
-
-
-def _time_curves(lengths: list[dict[str, Any]]) -> bytes:
-    figure, axes = _figure(1)
-    at = [row["tokens"] for row in lengths]
-    for name, label, style in (
-        ("transfer", "transfer", "o-"),
-        ("handoff", "handover", "s-"),
-        ("prefill", "prefill by the target", "^-"),
-        ("reused_transfer", "transfer, half there", "o:"),
-        ("reused_prefill", "prefill, half there", "^:"),
-    ):
-        axes[0].plot(at, [row[name]["median"] for row in lengths], style, label=label)
-    axes[0].set(xlabel="tokens", ylabel="milliseconds (median)", xscale="log", yscale="log")
-    axes[0].grid(alpha=0.3, which="both")
-    axes[0].legend(fontsize=8)
-    figure.suptitle("Time for one sequence")
-    return _png(figure)

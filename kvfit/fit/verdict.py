@@ -7,11 +7,13 @@ number is low. `docs/guides/evaluate.md` explains the defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any, Literal
 
 import torch
 
+from kvfit.errors import MismatchError
 from kvfit.fit.diagnose import Diagnosis
 from kvfit.spec import KINDS
 
@@ -50,6 +52,24 @@ class Thresholds:
     correlation: float = 0.3
     rotated_margin: float = 0.1
     tokens_per_input: float = 3.0
+
+    @classmethod
+    def changed(cls, values: Mapping[str, str]) -> Thresholds:
+        """The defaults with some changed, as a command line gives them.
+
+        Raises:
+            MismatchError: no such threshold, or no number.
+        """
+        names = [field.name for field in fields(cls)]
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except ValueError:
+                numbers[name] = float("nan")
+            if name not in names or not isfinite(numbers[name]):
+                raise MismatchError(f"--threshold: found {name}={value}, needed a number for one of {', '.join(names)}")
+        return cls(**numbers)
 
 
 def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, at: str = "") -> tuple[list[str], list[str]]:
