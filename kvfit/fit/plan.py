@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.errors import UnsupportedModelError
 from kvfit.fit import models
 from kvfit.fit.layout import Layout, StatsDtype
+from kvfit.fit.problem import Problem
 from kvfit.spec import Inputs, ModelSpec, RopeSpec, Support
 
 
@@ -67,8 +68,8 @@ class Plan:
         commits: times that every block is read, updated and written.
         forward_flops: of both models over all tokens that are run: 2 per parameter and token.
         statistics_flops: of the products that make the statistics.
-        solve_flops: of one factorisation per distinct set of layers and penalty, and its solves.
-        solve_bytes: of the largest system, in float64.
+        solve_flops: of the probes, and of one factorisation per distinct set of layers and penalty with its solves and scores.
+        solve_bytes: the least memory budget of `solve`.
         bundle_bytes: weights and biases.
     """
 
@@ -100,7 +101,7 @@ class Plan:
             ("commits", f"{self.commits:,}, each reads and writes the store once"),
             ("forward passes", _flops(self.forward_flops)),
             ("statistics", _flops(self.statistics_flops)),
-            ("solve", f"{_flops(self.solve_flops)} in float64, largest system {_size(self.solve_bytes)}"),
+            ("solve", f"{_flops(self.solve_flops)} in float64, in at least {_size(self.solve_bytes)} of memory"),
             ("bundle", _size(self.bundle_bytes)),
         )
         return "\n".join(f"{name:<26}{value}" for name, value in rows)
@@ -142,10 +143,6 @@ def plan(
     """
     pair = [_geometry(ref, revision, trust_remote_code) for ref, revision in zip((source, target), revisions, strict=True)]
     a, b = pair
-    if support == "head" and b.n_heads % a.n_heads and a.n_heads % b.n_heads:
-        raise MismatchError(
-            f"--support head: found {a.n_heads} to {b.n_heads} heads, needed counts that divide: use --support full"
-        )
     layout = Layout(_spec(a), _spec(b), inputs, stats_dtype)
     kept = len(range(skip_tokens, seq_len, token_stride))
     tokens = num_sequences * kept
@@ -156,6 +153,9 @@ def plan(
     f = chosen * kinds * (f1 if support == "full" else a.head_dim)
     systems = 2 * (1 if chosen == a.n_layers else b.n_layers) * (1 if support == "full" else b.n_heads)
     outputs = 2 * b.n_layers * (g1 if support == "full" else b.head_dim * b.n_heads)
+    problem = Problem(layout.source, layout.target, "keys", tuple(range(chosen)), (0,), support, inputs)
+    one = f / chosen
+    probes = a.n_layers * ((2 if support == "full" else 2 * b.n_heads) * one**3 / 3 + 4.0 * one * one * outputs)
     pairs = a.n_layers * (a.n_layers + 1) // 2 * 2 + (a.n_layers**2 if inputs == "both" else 0)
     per_token = 2.0 * f1 * f1 * pairs + 2.0 * f1 * g1 * a.n_layers * b.n_layers * 2 * kinds
     split_bytes = layout.split_bytes
@@ -171,8 +171,9 @@ def plan(
         commits=max(1, -(-tokens // max(1, memory_budget // layout.token_bytes))),
         forward_flops=2.0 * (a.parameters + b.parameters) * num_sequences * seq_len,
         statistics_flops=per_token * tokens,
-        solve_flops=penalties * (systems * f**3 / 3 + 2.0 * f * f * outputs),
-        solve_bytes=8 * f * f,
+        # Every penalty is solved on the way to the best, which is then solved for good.
+        solve_flops=probes + (penalties + (penalties > 1)) * (systems * f**3 / 3 + 4.0 * f * f * outputs),
+        solve_bytes=problem.least_bytes("float64"),
         bundle_bytes=weight_bytes * (f * outputs + 2 * b.n_layers * g1),
     )
 

@@ -38,13 +38,20 @@ FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 @dataclass(frozen=True)
 class Solved:
-    """What `solve` made: the bundle's folder and the report that `solve.json` holds."""
+    """What `solve` made.
+
+    Attributes:
+        bundle: its folder.
+        report: the content of its `solve.json`.
+        bytes_read: from the store.
+    """
 
     bundle: Path
     report: dict[str, Any]
+    bytes_read: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"bundle": str(self.bundle), **self.report}
+        return {"bundle": str(self.bundle), "bytes_read": self.bytes_read, **self.report}
 
     def __str__(self) -> str:
         found = {kind: self.report["r2"][kind]["chosen"]["holdout"] for kind in KINDS}
@@ -100,7 +107,7 @@ def solve(
         write_bundle(out, spec, weights, recipe=reader.store.recipe, solve=report)
     if plots:
         add_files(out, {"r2-map.png": r2_map(report), "r2-layers.png": r2_layers(report)})
-    return Solved(out, report)
+    return Solved(out, report, reader.store.bytes_read)
 
 
 def check_new(out: Path) -> None:

@@ -1,0 +1,79 @@
+"""What the gain, the choice of layers and the penalty do to the demo pair: the table of docs/guides/solve.md.
+
+    python tests/benchmarks/gain_table.py --out table
+
+Captures the pair once (or takes `--store`), solves each map and evaluates it on held-out text with `kvfit.fit.evaluate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvfit.fit import capture, evaluate
+from kvfit.fit.options import RECIPES, Options
+from kvfit.fit.solve import solve
+from kvfit.fit.text import TextOptions
+from kvfit.spec import KINDS
+
+MAPS: list[tuple[str, Options]] = [
+    *[(f"best layer, gain {gain}", Options(top_k=1, penalty=0.01, gain=gain)) for gain in ("none", "variance")],
+    *[
+        (f"all, penalty {penalty:g}, gain {gain}", Options(penalty=penalty, gain=gain))
+        for penalty in (1e-4, 1e-2, 1e-1)
+        for gain in ("none", "head", "variance")
+    ],
+    *[(f"all, penalty auto, gain {gain}", Options(gain=gain)) for gain in ("none", "variance")],
+    *[(f"matching head, all, gain {gain}", Options(penalty=0.01, support="head", gain=gain)) for gain in ("none", "variance")],
+    *[
+        (f"keys and values as inputs, gain {gain}", Options(penalty=0.01, inputs="both", gain=gain))
+        for gain in ("none", "variance")
+    ],
+    ("heo2026", RECIPES["heo2026"]),
+]
+
+
+def row(name: str, options: Options, store: Path, folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    """One map."""
+    solved = solve(store, folder / name.replace(" ", "-"), options=options, progress=False)
+    how = evaluate.Options(documents=asked.documents, probes=asked.probes)
+    report = evaluate.evaluate(solved.bundle, text=TextOptions("demo:heldout"), options=how, progress=False).report
+    r2 = {kind: solved.report["r2"][kind] for kind in KINDS}
+    arms = report["arms"]
+    found: dict[str, Any] = {"map": name}
+    for kind in KINDS:
+        found[f"{kind}_r2"] = r2[kind]["chosen"]["holdout"]
+        found[f"{kind}_r2_used"] = r2[kind]["chosen_with_gain"]["holdout"]
+    for arm in ("transfer", "handoff"):
+        found |= {f"{arm}_{name}": arms[arm].get(name) for name in ("nll", "share_of_gap", "kl", "recall")}
+    found |= {f"{arm}_nll": arms[arm]["nll"] for arm in ("native", "source", "no_context", "mean", "shuffled")}
+    return found
+
+
+def main() -> None:
+    """Run, and write the rows as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, help="a store of the demo pair that was captured with --inputs both")
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines")
+    parser.add_argument("--num-sequences", type=int, default=600)
+    parser.add_argument("--documents", type=int, default=48)
+    parser.add_argument("--probes", type=int, default=40)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        store = asked.store
+        if store is None:
+            options = capture.Options(num_sequences=asked.num_sequences, seq_len=512, token_stride=2, inputs="both")
+            captured = capture.capture(
+                "demo:source", "demo:target", Path(folder) / "pair.zarr", text=TextOptions("demo:text"), options=options
+            )
+            store = captured.store
+        with open(asked.out, "a") as stream:
+            for name, wanted in MAPS:
+                print(json.dumps(row(name, wanted, store, Path(folder), asked)), file=stream, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""How fast a store is solved, in how much memory, and how much of what the machine can do that is.
+
+    python tests/benchmarks/solve.py --store /tmp/quarter.zarr --top-k 8 all --memory-budget 4
+
+Makes a store of random statistics in the shape of a quarter of the depth of a 14B and a 32B model (unless the folder is there
+already), and solves it for every `--top-k` at one penalty. Reports seconds, bytes read, the peak of resident memory, and the
+time that the same number of multiplications takes in bare float64 `torch.linalg.cholesky` and `torch.matmul` of the same
+sizes, measured just before and after: their ratio is the share of the machine that the solver uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvfit.fit.fitter import Fitter
+from kvfit.fit.options import Options
+from kvfit.fit.problem import Problem
+from kvfit.fit.solve import open_reader, probe_kinds, solve
+from kvfit.fit.store import Accumulator, Store
+from kvfit.spec import KINDS, ModelSpec, RopeSpec
+
+GIB = 2**30
+
+
+def geometry(n_layers: int, n_heads: int, head_dim: int) -> ModelSpec:
+    """A model of which only the shape of its cache matters."""
+    return ModelSpec(
+        ref="random/activations", revision=None, family="random", n_layers=n_layers, n_heads=n_heads, head_dim=head_dim,
+        n_query_heads=n_heads, windows=(None,) * n_layers, rope=RopeSpec((), (None,) * n_layers), tokenizer_fingerprint="",
+        config_digest="", weight_fingerprint="", dtype="float32", quantisation=None,
+    )  # fmt: skip
+
+
+def make_store(path: Path, source: ModelSpec, target: ModelSpec, n_tokens: int) -> None:
+    """Every target layer is a noisy mixture of two source layers, so that the layers rank differently."""
+    torch.manual_seed(0)
+    with Accumulator.create(path, source=source, target=target, recipe={"benchmark": "solve"}) as accumulator:
+        for split, count in (("fit", n_tokens), ("holdout", n_tokens // 4)):
+            inputs = {kind: [torch.randn(count, source.width) for _ in range(source.n_layers)] for kind in KINDS}
+            outputs: dict[Any, list[torch.Tensor]] = {kind: [] for kind in KINDS}
+            for kind in KINDS:
+                for t in range(target.n_layers):
+                    mixture = inputs[kind][t % source.n_layers] + 0.5 * inputs[kind][(3 * t + 1) % source.n_layers]
+                    outputs[kind].append(mixture[:, : target.width] + torch.randn(count, target.width))
+            accumulator.add(split, inputs, outputs, None)
+        accumulator.finish(None)
+
+
+def flops(problem: Problem) -> tuple[float, float]:
+    """Of factoring a problem, and of its triangular solves and the product with the holdout scatter."""
+    f, panels = float(problem.n_inputs), len(problem.panels)
+    outputs = len(problem.target_layers) * problem.target.width
+    return panels * f**3 / 3, 4 * f * f * outputs
+
+
+def planned(store: Path, options: Options) -> tuple[float, float, dict[int, int]]:
+    """Multiplications and additions of solving a store: in factors, in products, and the factors' sizes."""
+    opened = Store.open(store)
+    n_source, n_target = opened.source.n_layers, opened.target.n_layers
+    reader = open_reader(store, options)
+    problems = [reader.problem(kind, (i,), range(n_target)) for kind in KINDS for i in range(n_source)]
+    if options.top_k == "all":
+        problems += [reader.problem(kind, range(n_source), range(n_target)) for kind in KINDS]
+    else:
+        chosen = Fitter(reader, options, progress=False).choose(probe_kinds(reader, options, progress=False))
+        for kind in KINDS:
+            groups = defaultdict(list)
+            for layer_index, layers in enumerate(chosen[kind]):
+                groups[layers].append(layer_index)
+            problems += [reader.problem(kind, layers, members) for layers, members in groups.items()]
+    sizes: dict[int, int] = defaultdict(int)
+    for problem in problems:
+        sizes[problem.n_inputs] += 1
+    counts = [flops(problem) for problem in problems]
+    return sum(count[0] for count in counts), sum(count[1] for count in counts), dict(sizes)
+
+
+def bare(f: int, g: int, device: str) -> tuple[float, float]:
+    """Bare float64 Cholesky of (f, f), and product (f, f) x (f, g), in operations per second."""
+    matrix = torch.eye(f, dtype=torch.float64, device=device) + 1e-5 * torch.ones(f, f, dtype=torch.float64, device=device)
+    right = torch.ones(f, g, dtype=torch.float64, device=device)
+
+    def seconds(work: Any) -> float:
+        work()
+        times = []
+        for _ in range(2):
+            synchronise(device)
+            started = time.perf_counter()
+            work()
+            synchronise(device)
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    return f**3 / 3 / seconds(lambda: torch.linalg.cholesky(matrix)), 2.0 * f * f * g / seconds(lambda: matrix @ right)
+
+
+def synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def memory(field: str) -> int:
+    """Bytes of resident memory: ``VmRSS`` now, or ``VmHWM`` at most since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def forget_peak() -> None:
+    """Let ``VmHWM`` start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(store: Path, top_k: Any, penalty: float, budget: int, device: str) -> dict[str, Any]:
+    """One solve."""
+    options = Options(top_k=top_k, penalty=penalty)
+    factors, products, sizes = planned(store, options)
+    largest, width = max(sizes), Store.open(store).target.width
+    before = bare(largest, width, device)
+    with tempfile.TemporaryDirectory(dir=store.parent) as folder:
+        forget_peak()
+        resident = memory("VmRSS")
+        started = time.perf_counter()
+        processor = time.process_time()
+        solved = solve(store, Path(folder) / "bundle", options=options, device=device, memory_budget=budget, progress=False)
+        seconds = time.perf_counter() - started
+        processor = time.process_time() - processor
+        peak = memory("VmHWM") - resident
+    after = bare(largest, width, device)
+    rates = [statistics.fmean(pair) for pair in zip(before, after, strict=True)]
+    ideal = factors / rates[0] + products / rates[1]
+    return {
+        "top_k": top_k,
+        "inputs": largest,
+        "factorisations": sizes,
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "gigabytes_read": solved.bytes_read / 1e9,
+        "peak_gib": peak / GIB,
+        "budget_gib": budget / GIB,
+        "teraflops": (factors + products) / 1e12,
+        "cholesky_gflops": rates[0] / 1e9,
+        "matmul_gflops": rates[1] / 1e9,
+        "bare_seconds": ideal,
+        "share": ideal / seconds,
+    }
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--store", type=Path, help="where the store is or goes; by default a temporary folder")
+    parser.add_argument("--layers", type=int, nargs=2, default=(10, 16))
+    parser.add_argument("--heads", type=int, nargs=2, default=(8, 128), help="KV heads and head size of both models")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--top-k", nargs="+", default=["8", "all"])
+    parser.add_argument("--penalty", type=float, default=0.01)
+    parser.add_argument("--memory-budget", type=float, default=4.0, help="GiB")
+    parser.add_argument("--device", default="cpu")
+    asked = parser.parse_args()
+    folder = None if asked.store else Path(tempfile.mkdtemp())
+    store = asked.store or folder / "random.zarr"
+    if not store.exists():
+        make_store(store, geometry(asked.layers[0], *asked.heads), geometry(asked.layers[1], *asked.heads), asked.tokens)
+    try:
+        for text in asked.top_k:
+            found = measure(
+                store, text if text == "all" else int(text), asked.penalty, int(asked.memory_budget * GIB), asked.device
+            )
+            print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}))
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
