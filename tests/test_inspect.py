@@ -1,0 +1,53 @@
+"""What `inspect_model` reports."""
+
+import json
+
+import torch
+from zoo import FAMILIES, REFUSED, build, build_refused
+
+from kvfit.fit.inspect import inspect_model
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def test_a_supported_model() -> None:
+    report = inspect_model(build(BY_NAME["olmo3"], torch.bfloat16), ref="org/olmo")
+    assert report.supported
+    found = json.loads(json.dumps(report.to_json()))
+    assert (found["ref"], found["family"], found["reason"], found["dtype"]) == ("org/olmo", "olmo3", None, "bfloat16")
+    assert (found["n_layers"], found["n_heads"], found["head_dim"], found["n_query_heads"]) == (3, 2, 16, 4)
+    assert [(layer["window"], layer["table"]) for layer in found["layers"]] == [(24, 0), (None, 1), (24, 0)]
+    assert [table["attention_scaling"] for table in found["tables"]] == [1.0, 1.138629436111989]
+    assert [len(table["inverse_frequencies"]) for table in found["tables"]] == [8, 8]
+
+
+def test_the_table_says_what_matters() -> None:
+    lines = dict(line.split(None, 1) for line in inspect_model(build(BY_NAME["glm"])).table().splitlines())
+    assert lines["verdict"] == "supported"
+    text = inspect_model(build(BY_NAME["cohere2"])).table()
+    assert "rotation    table 0 x2, no rotation" in text
+    assert "windows     24 tokens x2, full" in text
+    assert "interleaved pairs" in text
+    assert "first 4 features, half-split pairs" in inspect_model(build(BY_NAME["stablelm"])).table()
+    assert "attention scaling 1.277" in inspect_model(build(BY_NAME["llama-yarn-1.277"])).table()
+
+
+def test_patterns_are_folded() -> None:
+    model = build(BY_NAME["gemma2"], num_hidden_layers=6, layer_types=None)
+    assert "windows     (24 tokens, full) x3" in inspect_model(model).table()
+
+
+def test_a_model_that_cannot_be_mapped_is_a_result() -> None:
+    refused = next(refused for refused in REFUSED if refused.name == "deepseek-v3")
+    report = inspect_model(build_refused(refused), ref="org/deepseek")
+    assert not report.supported
+    assert report.to_json()["layers"] == []
+    assert "latent attention" in str(report.reason)
+    assert report.table().splitlines()[-1].startswith("verdict     not supported: deepseek_v3, all layers: latent attention")
+
+
+def test_the_built_in_pair_by_ref() -> None:
+    report = inspect_model("demo:source")
+    assert report.supported
+    assert report.ref == "demo:source"
+    assert report.family == "qwen3"
