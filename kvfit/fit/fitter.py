@@ -15,8 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfit.fit import ridge
-from kvfit.fit.problem import Problem, Reader
 from kvfit.fit.options import Options
+from kvfit.fit.problem import Problem, Reader
 from kvfit.fit.regression import Solution, solutions
 from kvfit.fit.select import Chosen, Layers, Probe, greedy, rank, ranking_scores, take
 from kvfit.spec import KINDS, Kind

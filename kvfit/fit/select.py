@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from kvfit.fit import ridge
 from kvfit.fit.layout import SPLITS, Part
-from kvfit.fit.problem import Reader
 from kvfit.fit.options import Ranking
+from kvfit.fit.problem import Reader
 from kvfit.fit.regression import solutions
 from kvfit.spec import KINDS, Inputs, Kind, Support
 

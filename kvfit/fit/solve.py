@@ -21,9 +21,9 @@ from kvfit.bundle import add_files, write_bundle
 from kvfit.errors import MismatchError, SolveError
 from kvfit.fit.fitter import HOLDOUT_ENOUGH, Fitted, Fitter
 from kvfit.fit.layout import SPLITS
+from kvfit.fit.options import RECIPES, Options
 from kvfit.fit.plots import r2_layers, r2_map
 from kvfit.fit.problem import Reader, check_budget
-from kvfit.fit.options import RECIPES, Options
 from kvfit.fit.ridge import Precision
 from kvfit.fit.select import Chosen, Probe, probe
 from kvfit.fit.store import Store

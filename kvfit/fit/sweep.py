@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from kvfit.errors import MismatchError
 from kvfit.fit.fitter import Fitter, Quality
-from kvfit.fit.plots import sweep_curves
 from kvfit.fit.options import Options
+from kvfit.fit.plots import sweep_curves
 from kvfit.fit.ridge import Precision
 from kvfit.fit.select import Chosen, Probe
 from kvfit.fit.solve import MEMORY_BUDGET, check_new, mapper_spec, open_reader, probe_kinds
