@@ -51,10 +51,11 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stats_dtype", ["float32", "float64"])
-def test_equals_a_float64_oracle(tmp_path: Path, mean: float, dtype: torch.dtype, stats_dtype: str) -> None:
+@pytest.mark.parametrize(("stats_dtype", "n_buffer"), [("float32", 64), ("float32", 1000), ("float64", 150)])
+def test_equals_a_float64_oracle(tmp_path: Path, mean: float, dtype: torch.dtype, stats_dtype: str, n_buffer: int) -> None:
+    """Also where a buffer holds several batches of both splits."""
     rows = batches(SIZES, mean=mean, dtype=dtype)
-    capture(tmp_path / "s.zarr", rows, stats_dtype=stats_dtype)
+    capture(tmp_path / "s.zarr", rows, stats_dtype=stats_dtype, n_buffer=n_buffer)
     store = Store.open(tmp_path / "s.zarr")
     assert max(worst_error(store, rows, split) for split in ("fit", "holdout", "all")) < BAR
 

@@ -5,20 +5,22 @@
 Feeds random activations of a pair of models that exists only as shapes, by default a quarter of the depth of a 14B and a 32B
 model, to an `Accumulator` and prints per memory budget: the throughput of the accumulation as a share of bare
 `torch.matmul` products of the same shapes in the same process, the time the disk took, and the peak of resident memory
-beyond the activations. Every budget runs in a process of its own, because a process's peak never falls.
+beyond the activations (Linux). The share is of the time that was not spent waiting for the disk; ``processor`` is the same
+by processor time, hashing and writing included, for a machine that has other work.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,15 +42,15 @@ def geometry(n_layers: int, n_heads: int, head_dim: int) -> ModelSpec:
     )  # fmt: skip
 
 
-def resident() -> float:
-    """Bytes resident now."""
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * resource.getpagesize()
+def memory(field: str) -> int:
+    """Bytes of resident memory: ``VmRSS`` now, or ``VmHWM`` at most since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def peak() -> float:
-    """Bytes resident at most so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def forget_peak() -> None:
+    """Let ``VmHWM`` start again from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def flops_per_token(layout: Layout) -> int:
@@ -56,92 +58,104 @@ def flops_per_token(layout: Layout) -> int:
     return sum(2 * array.n_pairs * array.rows * array.columns for array in layout.blocks)
 
 
-def bare_rate(layout: Layout, device: torch.device, seconds: float) -> float:
-    """FLOP/s of the products alone: the shapes of the accumulation, float32, nothing kept."""
-    n_rows = moments.ROWS_PER_SUM
-    width = sum(layout.widths)
+def bare(layout: Layout, device: torch.device, seconds: float) -> Work:
+    """The products alone: the shapes of the accumulation, in float32, into one reused result."""
+    n_rows, width = moments.ROWS_PER_SUM, sum(layout.widths)
     rows = torch.randn(n_rows, width, device=device)
     shapes = []
     for array in layout.blocks:
         for numbers in units(array):
-            first, last = array.chunks[numbers[0]].first, array.chunks[numbers[-1]].last
-            pair = first
+            pair, last = array.chunks[numbers[0]].first, array.chunks[numbers[-1]].last
             while pair < last:
                 left, right = array.pairs[pair]
                 n_pairs = min(last - pair, array.n_right - right)
                 offset = 0 if array.role == "source" else layout.widths[0]
                 shapes.append((array, left, offset + right * array.columns, n_pairs))
                 pair += n_pairs
-    done, started = 0, time.perf_counter()
+    result = torch.empty(max(array.rows * n_pairs * array.columns for array, _, _, n_pairs in shapes), device=device)
+    flops, clock = 0, Clock()
     with moments.precise_matmul():
-        while True:
-            for array, left, begin, n_pairs in shapes:
-                torch.matmul(
-                    rows[:, left * array.rows : (left + 1) * array.rows].T, rows[:, begin : begin + n_pairs * array.columns]
-                )
-                done += 2 * n_rows * array.rows * n_pairs * array.columns
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                if time.perf_counter() - started > seconds:
-                    return done / (time.perf_counter() - started)
+        for array, left, begin, n_pairs in itertools.cycle(shapes):
+            columns = n_pairs * array.columns
+            torch.matmul(
+                rows[:, left * array.rows : (left + 1) * array.rows].T,
+                rows[:, begin : begin + columns],
+                out=result[: array.rows * columns].view(array.rows, columns),
+            )
+            flops += 2 * n_rows * array.rows * columns
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if clock.wall > seconds:
+                return Work(flops, clock.wall, clock.processor)
+    raise AssertionError("a pair without blocks")
+
+
+class Clock:
+    """Seconds since it was made: on the wall, and of all this process's threads together."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter(), time.process_time()
+
+    @property
+    def wall(self) -> float:
+        return time.perf_counter() - self._started[0]
+
+    @property
+    def processor(self) -> float:
+        return time.process_time() - self._started[1]
+
+
+class Work(NamedTuple):
+    """Floating-point operations and the seconds they took; the processor's seconds do not depend on who else is running."""
+
+    flops: int
+    wall: float
+    processor: float
+
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(self.flops + other.flops, self.wall + other.wall, self.processor + other.processor)
 
 
 def run_one(options: argparse.Namespace, budget: float, folder: Path) -> dict[str, float]:
-    """One budget: accumulate `fills` buffers of tokens, then the bare products."""
+    """One budget: half of the bare products, the accumulation, and the other half."""
     device = torch.device(options.device)
-    source, target = (
-        geometry(options.source_layers, 8, options.width // 8),
-        geometry(options.target_layers, 8, options.width // 8),
-    )
+    source, target = (geometry(n, 8, options.width // 8) for n in (options.source_layers, options.target_layers))
+    layout = Layout(source, target, "same", options.stats_dtype)
     dtype = getattr(torch, options.dtype)
     batch = [
         {k: [torch.randn(options.batch, m.width, device=device).to(dtype) for _ in range(m.n_layers)] for k in KINDS}
         for m in (source, target)
     ]
-    layout = Layout(source, target, "same", options.stats_dtype)
-    torch.matmul(torch.randn(512, 512), torch.randn(512, 512))  # the libraries' own memory is not the store's
-    before = resident()
+    alone = bare(layout, device, options.bare_seconds / 2)
+    before = memory("VmRSS")
+    forget_peak()
     path = folder / "bench.zarr"
-    with Accumulator.create(
-        path,
-        source=source,
-        target=target,
-        recipe={},
-        stats_dtype=options.stats_dtype,
-        memory_budget=int(budget * GIB),
-        device=device,
-    ) as accumulator:
-        n_batches = max(1, round(options.fills * accumulator.buffer_tokens / options.batch))
-        started = time.perf_counter()
+    settings = {"stats_dtype": options.stats_dtype, "memory_budget": int(budget * GIB), "device": device}
+    with Accumulator.create(path, source=source, target=target, recipe={}, **settings) as accumulator:
+        n_batches = max(1, options.fills * (accumulator.buffer_tokens // options.batch))  # whole buffers, one commit for each
+        clock = Clock()
         for number in range(n_batches):
-            accumulator.add(
-                "holdout" if options.holdout and number % options.holdout == 0 else "fit", batch[0], batch[1], number
-            )
+            split = "holdout" if options.holdout and number % options.holdout == 0 else "fit"
+            accumulator.add(split, batch[0], batch[1], number)
         accumulator.finish(n_batches)
-        wall, seconds = time.perf_counter() - started, accumulator.seconds
-        beyond = peak() - before
-        n_tokens = n_batches * options.batch
-        busy = wall - seconds["wait"]
-        found = {
-            "budget_gib": budget, "tokens": n_tokens, "commits": accumulator.commits, "wall_s": wall,
-            "products_s": seconds["products"], "disk_s": seconds["disk"], "waited_for_disk_s": seconds["wait"],
-            "peak_beyond_gib": beyond / GIB,
-        }  # fmt: skip
-    flops = n_tokens * flops_per_token(layout)
-    assert Store.open(path).count("all") == n_tokens
-    bare = bare_rate(layout, device, options.bare_seconds)
+        seconds, n_tokens = accumulator.seconds, n_batches * options.batch
+        work = Work(n_tokens * flops_per_token(layout), clock.wall, clock.processor)
+        commits, beyond = accumulator.commits, memory("VmHWM") - before
+    if Store.open(path).count("all") != n_tokens:
+        raise AssertionError("tokens were lost")
+    alone += bare(layout, device, options.bare_seconds / 2)
     return {
-        **found,
-        "bare_gflops": bare / 1e9,
-        "products_share": flops / found["products_s"] / bare,
-        "share": flops / busy / bare,
-    }
+        "tokens": n_tokens, "commits": commits, "wall": work.wall, "products": seconds["products"], "disk": seconds["disk"],
+        "wait": seconds["wait"], "bare": alone.flops / alone.wall / 1e9,
+        "share": work.flops / (work.wall - seconds["wait"]) / (alone.flops / alone.wall),
+        "processor_share": work.flops / work.processor / (alone.flops / alone.processor), "peak": beyond / GIB,
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--budgets", type=float, nargs="+", default=[1, 2, 4], help="memory budgets in GiB")
-    parser.add_argument("--fills", type=float, default=1, help="buffers of tokens per budget")
+    parser.add_argument("--fills", type=int, default=1, help="buffers of tokens per budget")
     parser.add_argument("--batch", type=int, default=512, help="tokens per batch")
     parser.add_argument("--holdout", type=int, default=0, help="every n-th batch is holdout")
     parser.add_argument("--source-layers", type=int, default=10)
@@ -157,9 +171,7 @@ def main() -> None:
     if options.one is not None:
         print(json.dumps(run_one(options, options.one, options.folder)))
         return
-    print(
-        f"{'budget':>7} {'tokens':>7} {'commits':>7} {'wall':>8} {'products':>9} {'disk':>8} {'waited':>8} {'bare':>11} {'share':>6} {'peak':>9}"
-    )
+    print(" budget  tokens commits     wall products     disk     wait        bare   share  processor      peak")
     for budget in options.budgets:
         folder = Path(tempfile.mkdtemp(prefix="kvfit-bench-", dir=options.folder))
         try:
@@ -168,10 +180,10 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         row = json.loads(done.stdout)
+        times = " ".join(f"{row[name]:7.1f}s" for name in ("wall", "products", "disk", "wait"))
         print(
-            f"{budget:4g}GiB {row['tokens']:7d} {row['commits']:7d} {row['wall_s']:7.1f}s {row['products_s']:8.1f}s "
-            f"{row['disk_s']:7.1f}s {row['waited_for_disk_s']:7.1f}s {row['bare_gflops']:6.1f}GF/s {row['share']:6.1%} "
-            f"{row['peak_beyond_gib']:6.2f}GiB"
+            f"{budget:4g}GiB {row['tokens']:7d} {row['commits']:7d} {times} {row['bare']:7.1f}GF/s "
+            f"{row['share']:7.1%} {row['processor_share']:10.1%} {row['peak']:6.2f}GiB"
         )
 
 
