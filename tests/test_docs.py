@@ -27,7 +27,17 @@ PAGES = sorted(DOCS.rglob("*.md"))
 ALL = [ROOT / "README.md", *PAGES]
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 # Options of other programs that pages name.
-FOREIGN = {"--check", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--strict"}
+FOREIGN = {
+    "--check",
+    "--model",
+    "--model_args",
+    "--tasks",
+    "--nnodes",
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--strict",
+}
 
 
 def blocks(page: Path, language: str) -> list[tuple[str, str]]:
@@ -86,13 +96,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "demo:target",
         out / "pair.zarr",
         text=TextOptions("demo:text"),
-        options=capture.Options(num_sequences=40, seq_len=128, token_stride=1),
+        options=capture.Options(num_sequences=160, seq_len=256, token_stride=1),
         progress=False,
     )
     solved = solve.solve(captured.store, out / "bundle", options=solve.Options(penalty=0.01), progress=False)
     lenient = evaluate.Thresholds(share_of_gap=-10, interval_low=-10, kl=100, control_margin=-10, recall=0)
     options = evaluate.Options(
-        prefix=96, continuation=32, documents=4, probes=0, greedy=0, diagnose=0, repeats=0, resamples=10, thresholds=lenient
+        prefix=256, continuation=128, documents=8, probes=0, greedy=2, diagnose=0, repeats=0, resamples=10, thresholds=lenient
     )
     evaluate.evaluate(solved.bundle, options=options, progress=False)
     return folder
@@ -191,7 +201,7 @@ def test_commands_and_options_named_in_text_exist() -> None:
     for page in ALL:
         for code in re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8"))):
             wrong += [
-                f"{page.name}: {option}" for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code) if option not in known
+                f"{page.name}: {option}" for option in re.findall(r"(?<![\w-])--[a-z][a-z_-]+", code) if option not in known
             ]
             wrong += [f"{page.name}: {code}" for name in re.findall(r"^kvfit ([a-z]+)", code) if name not in cli.commands]
     assert wrong == []
