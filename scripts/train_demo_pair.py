@@ -36,13 +36,13 @@ from kvfit.fit.recall import NAMES, codes, list_text, question_text
 
 DEMO = ROOT / "kvfit" / "demo"
 # (until this share of training, tokens a sequence, share of repeating blocks, share of drills); the rest are documents.
-SCHEDULE = ((0.12, 64, 0.85, 0.0), (0.18, 128, 0.5, 0.35), (0.26, 256, 0.3, 0.4), (1.0, 512, 0.03, 0.2))
+SCHEDULE = ((0.25, 64, 0.9, 0.0), (0.31, 128, 0.4, 0.4), (0.37, 256, 0.2, 0.4), (1.0, 512, 0.03, 0.15))
 BATCH_TOKENS = 4096
 SHAPES = {
     "source": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},
     "target": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6},
 }
-STEPS = {"source": 5000, "target": 2400}
+STEPS = {"source": 2600, "target": 2400}
 
 
 def train_tokenizer() -> None:
@@ -88,7 +88,7 @@ class Sequences:
     def copies(self, seq_len: int) -> tuple[list[int], list[float]]:
         """One random block, again and again; the loss counts from its second time."""
         length = round(math.exp(self.rng.uniform(math.log(3), math.log(seq_len // 3))))
-        alphabet = self.answers if self.rng.random() < 0.7 else range(1, len(self.tokenizer))
+        alphabet = self.answers if self.rng.random() < 0.85 else range(1, len(self.tokenizer))
         block = [self.rng.choice(alphabet) for _ in range(length)]
         ids = block * (seq_len // length + 2)
         return ids, [0.0] * length + [1.0] * (len(ids) - length)
