@@ -171,13 +171,19 @@ def _refine(lower: Tensor, matrix: Tensor, right: Tensor, unit: float) -> tuple[
     for _ in range(REFINEMENTS):
         level = rest.norm(dim=0)
         level = torch.where(level > 0, level, 1.0)
-        solution = solution + torch.cholesky_solve((rest / level).float(), lower).double() * (level / unit)
+        solution = solution + _substitute(lower, (rest / level).float()).double() * (level / unit)
         rest = right - matrix @ solution
         now = float((rest.norm(dim=0) / size).max())
         if now <= REFINED or not now < before / 2:
             return solution, now
         before = now
     return solution, before
+
+
+def _substitute(lower: Tensor, right: Tensor) -> Tensor:
+    """``(L L')^-1 right`` in the memory of `right`; `torch.cholesky_solve` would copy the factor."""
+    torch.linalg.solve_triangular(lower, right, upper=False, out=right)
+    return torch.linalg.solve_triangular(lower.T, right, upper=True, out=right)
 
 
 def solve(factor: Factor, cross_scatter: Tensor, *, name: str = "") -> Tensor:
@@ -190,7 +196,7 @@ def solve(factor: Factor, cross_scatter: Tensor, *, name: str = "") -> Tensor:
     if not bool(factor.live.all()):
         right[~factor.live] = 0.0
     if factor.covariance is None:
-        return torch.cholesky_solve(right, factor.lower)
+        return _substitute(factor.lower, right)
     solution, residual = _refine(factor.lower, factor.covariance, right, float(factor.covariance.diagonal().mean()))
     if not residual <= REFINED_ENOUGH:
         raise SolveError(f"{name}: found a residual of {residual:.1e}, needed {REFINED_ENOUGH:g}: use --precision float64")
