@@ -68,6 +68,8 @@ def train_tokenizer() -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     for name in SHAPES:
         fast.save_pretrained(DEMO / name)
+        # transformers 5 writes a class name that version 4 does not know.
+        _rewrite(DEMO / name / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     split = [name for name in NAMES if len(fast(" " + name).input_ids) != 1]
     sample = next(work.text for work in works() if work.part == "heldout")
     print(f"{len(fast)} tokens, {len(sample) / len(fast(sample).input_ids):.2f} characters a token, names split: {split}")
@@ -230,6 +232,13 @@ def save(model: Qwen3ForCausalLM, role: str) -> None:
     copy = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(state)
     copy.save_pretrained(folder)
+    # transformers 4 reads theta from here, transformers 5 from `rope_parameters`.
+    _rewrite(folder / "config.json", rope_theta=model.config.rope_parameters["rope_theta"])
+
+
+def _rewrite(path: Path, **values: object) -> None:
+    document = json.loads(path.read_text(encoding="utf-8")) | values
+    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main() -> None:
