@@ -9,28 +9,30 @@ from kvfit.spec import KINDS
 
 
 def r2_map(report: dict[str, Any]) -> bytes:
-    """Holdout R2 of every target layer from every single source layer, keys and values side by side."""
+    """Holdout R2 of every target layer from every single source layer, keys and values side by side; a ring marks what is read."""
     figure, axes = _figure(len(KINDS))
+    n_source = len(report["probe"][KINDS[0]]["holdout"][0])
+    chosen = {(d["kind"], d["layer_index"]): d["source_layers"] for d in report["layers"]}
+    some = any(len(layers) < n_source for layers in chosen.values())
     for axis, kind in zip(axes, KINDS, strict=True):
         values = report["probe"][kind]["holdout"]
+        # Worse than the mean is drawn as the mean: what it could be is without bound, and would hide the rest.
         image = axis.imshow(values, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="viridis")
         axis.set(title=kind, xlabel="source layer", ylabel="target layer")
-        axis.set_xticks(range(0, len(values[0]), max(1, len(values[0]) // 8)))
+        axis.set_xticks(range(0, n_source, max(1, n_source // 8)))
         axis.set_yticks(range(0, len(values), max(1, len(values) // 8)))
-        if len(values) * len(values[0]) <= 64:
+        if some:
+            ringed = [(i, t) for t in range(len(values)) for i in chosen[kind, t]]
+            size = min(160.0, 40000.0 / (n_source * len(values)))
+            axis.scatter(*zip(*ringed, strict=True), s=size, facecolors="none", edgecolors="tab:red", linewidths=1.0)
+        if len(values) * n_source <= 64:
             for target_layer, row in enumerate(values):
                 for source_layer, value in enumerate(row):
-                    axis.text(
-                        source_layer,
-                        target_layer,
-                        f"{value:.2f}",
-                        ha="center",
-                        va="center",
-                        fontsize=8,
-                        color="white" if value < 0.6 else "black",
-                    )
+                    colour = "white" if value < 0.6 else "black"
+                    axis.text(source_layer, target_layer, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
         figure.colorbar(image, ax=axis, label="R2 on the holdout split")
-    figure.suptitle("How much of a target layer one source layer explains")
+    read = "rings: source layers that the map reads" if some else "the map reads all source layers"
+    figure.suptitle(f"How much of a target layer one source layer explains ({read})")
     return _png(figure)
 
 
@@ -42,7 +44,7 @@ def r2_layers(report: dict[str, Any]) -> bytes:
         at = [detail["layer_index"] for detail in layers]
         for detail in layers:
             heads = detail["r2_holdout_heads"]
-            axis.plot([detail["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
+            axis.plot([detail["layer_index"]] * len(heads), heads, ".", color="0.7", zorder=1)
         axis.plot(at, [max(row) for row in report["probe"][kind]["holdout"]], "o--", label="best single source layer, holdout")
         axis.plot(at, [detail["r2_fit"] for detail in layers], "s-", label="chosen layers, fit")
         axis.plot(at, [detail["r2_holdout"] for detail in layers], "o-", label="chosen layers, holdout")
