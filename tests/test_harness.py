@@ -121,13 +121,36 @@ def test_answers_are_generated_from_the_mapped_prompt(
         assert sample["resps"][0][0] == target.tokenizer.decode(said).split("\n")[0]
 
 
+def test_the_registry_makes_the_model_from_its_arguments(bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
+    from lm_eval.api.registry import get_model
+
+    given = f"bundle={bundle},arm=source,source={tiny_pair[0]},target={tiny_pair[1]},exact_tail=3,recompute=0.1"
+    made = get_model("kvfit").create_from_arg_string(given, {"batch_size": 1, "device": "cpu", "max_batch_size": None})
+    assert isinstance(made, KvfitLM)
+    assert (made.arm, made.pair.exact_tail, made.pair.recompute) == ("source", 3, 0.1)
+    assert made.model is made.pair.source
+
+
+@pytest.mark.slow  # the harness reads the names of all its own tasks first
 def test_the_command_knows_the_model(
     bundle: Path, tasks: Path, tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvfit.fit.harness import main
 
-    given = f"bundle={bundle},arm=transfer,source={tiny_pair[0]},target={tiny_pair[1]},dtype=float32,device=cpu"
-    arguments = ["run", "--model", "kvfit", "--model_args", given, "--tasks", "kvfit_choices", "--include_path", str(tasks)]
+    given = f"bundle={bundle},arm=transfer,source={tiny_pair[0]},target={tiny_pair[1]},dtype=float32"
+    arguments = [
+        "run",
+        "--model",
+        "kvfit",
+        "--model_args",
+        given,
+        "--tasks",
+        "kvfit_choices",
+        "--include_path",
+        str(tasks),
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr("sys.argv", ["lm_eval", *arguments, "--output_path", str(tmp_path / "out")])
     main()
     results = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("results*.json")]

@@ -68,7 +68,7 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
             target: likewise.
             dtype: of both models.
             source_device: where the source runs; default `device`.
-            device: where the target runs.
+            device: where the target runs; the harness gives it from its own option ``--device``.
             exact_head: of the arm `handoff`.
             exact_tail: of the arm `handoff`.
             recompute: of the arm `handoff`.
