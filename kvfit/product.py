@@ -7,13 +7,14 @@ itself wherever dtype and device allow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvfit.rope import angles, turn_
+from kvfit.rope import angles, turn_into
 from kvfit.spec import KINDS, Kind, MapperSpec, ModelSpec
 
 # Tokens mapped at a time: enough for the matrix products to run at full speed, few enough that a layer's outputs are still in
@@ -61,12 +62,14 @@ def map_layers(
         keys, values = (torch.empty(shape, dtype=place.dtype, device=place.device) for _ in KINDS)
         out[layer_index] = (keys, values)
     reads = {kind: _layers_read(spec, kind, places) for kind in KINDS}
+    buffers = _Buffers()
     for rows, part in _chunks(batch, total, chunk_tokens):
         chunk = _Chunk(
             spec,
             [(keys[rows, :, part], values[rows, :, part]) for keys, values in pairs],
             positions[..., part] if positions.dim() == 1 else positions[rows, part],
             reads,
+            buffers,
         )
         for layer_index, halves in out.items():
             for kind, half in zip(KINDS, halves, strict=True):
@@ -95,11 +98,29 @@ def _layers_read(spec: MapperSpec, kind: Kind, places: Mapping[int, Place]) -> t
     return tuple(sorted({i for layer in places for wanted in kinds for i in spec.layer(wanted, layer).source_layers}))
 
 
+class _Buffers:
+    """Working memory that one chunk after the other uses: fresh memory costs a page fault for every few thousand bytes."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a tensor; valid until the same name is taken again."""
+        key = (name, dtype, device)
+        size = math.prod(shape)
+        if key not in self._kept or self._kept[key].numel() < size:
+            self._kept[key] = torch.empty(size, dtype=dtype, device=device)
+        return self._kept[key][:size].view(shape)
+
+
 class _Chunk:
     """One chunk's features and the maps that read them; each source layer is un-rotated once, however many read it."""
 
-    def __init__(self, spec: MapperSpec, pairs: Pairs, positions: Tensor, reads: Mapping[Kind, tuple[int, ...]]) -> None:
+    def __init__(
+        self, spec: MapperSpec, pairs: Pairs, positions: Tensor, reads: Mapping[Kind, tuple[int, ...]], buffers: _Buffers
+    ) -> None:
         self.spec = spec
+        self.buffers = buffers
         self.pairs = pairs
         self.positions = positions
         self.reads = reads
@@ -107,26 +128,22 @@ class _Chunk:
         self._features: dict[tuple[Kind, torch.dtype, torch.device], Tensor] = {}
         self._gathered: dict[Kind, tuple[object, Tensor]] = {}
         self._angles: dict[tuple[ModelSpec, int | None, torch.device], tuple[Tensor, Tensor]] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def write(self, kind: Kind, layer_index: int, weight: Tensor, bias: Tensor, result: Tensor) -> None:
         """Map one kind of one target layer into `result`, (B, T, H, D) with its rows one after another."""
         target = self.spec.target
         table = target.rope.table(layer_index) if kind == "keys" and not self.spec.keys_rotated else None
-        in_place = (result.dtype, result.device) == (weight.dtype, weight.device)
-        mapped = result if in_place else self._buffer(result, weight.dtype, weight.device)
-        self._product(kind, layer_index, weight, bias, mapped.view(-1, target.width))
+        shape, device = tuple(result.shape), weight.device
+        direct = (result.dtype, result.device) == (weight.dtype, device)
+        product = result if direct and table is None else self.buffers.take("product", shape, weight.dtype, device)
+        self._product(kind, layer_index, weight, bias, product.view(-1, target.width))
         if table is not None:
-            wide = mapped if mapped.dtype in (torch.float32, torch.float64) else mapped.float()
-            turn_(wide.transpose(1, 2), table, self._turns(target, layer_index, wide.device))
-            mapped = wide
-        if mapped is not result:
-            result.copy_(mapped)
-
-    def _buffer(self, like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (dtype, device) not in self._scratch:
-            self._scratch[dtype, device] = torch.empty(like.shape, dtype=dtype, device=device)
-        return self._scratch[dtype, device]
+            wide = _wide(weight.dtype)
+            turned = result if direct and wide == weight.dtype else self.buffers.take("turned", shape, wide, device)
+            turn_into(turned.transpose(1, 2), product.to(wide).transpose(1, 2), table, self._turns(target, layer_index, device))
+            product = turned
+        if product is not result:
+            result.copy_(product)
 
     def _turns(self, model: ModelSpec, layer_index: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a layer's table; they are the same for every layer that shares it."""
@@ -176,28 +193,32 @@ class _Chunk:
         shape = (self.batch, self.n_tokens, len(self.reads[kind]), source.n_heads, source.head_dim)
         if self.spec.support == "head":
             # (H, B, T, layers, D) in memory, seen as (B, T, layers, H, D)
-            first, *rest = shape[3], *shape[:3], shape[4]
-            matrix = torch.empty((first, *rest), dtype=dtype, device=device)
+            matrix = self.buffers.take(("features", kind), (shape[3], *shape[:3], shape[4]), dtype, device)
             seen = matrix.permute(1, 2, 3, 0, 4)
         else:
-            matrix = torch.empty(shape, dtype=dtype, device=device)
+            matrix = self.buffers.take(("features", kind), shape, dtype, device)
             seen = matrix
-        wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
+        wide = _wide(dtype)
         for index, layer_index in enumerate(self.reads[kind]):
             states = self.pairs[layer_index][KINDS.index(kind)]  # (B, H, T, D)
             features = seen[:, :, index].transpose(1, 2)  # the same shape, in the chunk's matrix
             table = source.rope.table(layer_index) if kind == "keys" and not self.spec.keys_rotated else None
             if table is None:
                 features.copy_(states)
-            elif dtype == wide:
-                turn_(features.copy_(states), table, self._turns(source, layer_index, device), inverse=True)
-            else:
-                plain = states.to(device=device, dtype=wide, copy=True)
-                features.copy_(turn_(plain, table, self._turns(source, layer_index, device), inverse=True))
+                continue
+            turned = features if dtype == wide else self.buffers.take("unrotated", tuple(states.shape), wide, device)
+            turn_into(turned, states.to(device, wide), table, self._turns(source, layer_index, device), inverse=True)
+            if turned is not features:
+                features.copy_(turned)
         rows = self.batch * self.n_tokens
         if self.spec.support == "head":
             return matrix.view(source.n_heads, rows, shape[2], source.head_dim)
         return matrix.view(1, rows, shape[2], source.width)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to rotate in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _runs(chosen: tuple[int, ...], read: tuple[int, ...]) -> list[tuple[int, int]]:

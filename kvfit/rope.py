@@ -83,35 +83,39 @@ def unrotate(
     return _turn(keys, table, cos_sin, dtype, inverse=True)
 
 
-def turn_(keys: Tensor, table: RopeTable, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
-    """Rotate keys in place, or with `inverse` take their rotation back; for buffers that the caller owns.
+def turn_into(out: Tensor, keys: Tensor, table: RopeTable, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
+    """Rotate keys, or with `inverse` take their rotation back, into memory that the caller owns: as few passes as there can be.
 
     Args:
-        keys: (B, H, T, D), float32 or float64, any strides.
+        out: (B, H, T, D), float32 or float64, any strides; must not share memory with `keys`.
+        keys: (B, H, T, D) of the same dtype and device.
         table: the layer's table.
         cos_sin: what `angles` gave for these T tokens.
         inverse: take the rotation back.
 
     Returns:
-        `keys`.
+        `out`.
 
     Raises:
-        MismatchError: `cos_sin`, the head size or the dtype does not fit.
+        MismatchError: `cos_sin`, the head size, a shape or a dtype does not fit.
     """
-    if keys.dtype not in (torch.float32, torch.float64):
-        raise MismatchError(f"keys: found {keys.dtype}, needed float32 or float64 to rotate in place")
+    if keys.dtype not in (torch.float32, torch.float64) or (out.shape, out.dtype) != (keys.shape, keys.dtype):
+        raise MismatchError(
+            f"keys, out: found {tuple(keys.shape)} {keys.dtype} and {tuple(out.shape)} {out.dtype}, "
+            "needed one shape, float32 or float64"
+        )
     cos, sin = (_fitted(part, keys, table, keys.dtype) for part in cos_sin)
-    if inverse:
-        sin = -sin
     if table.attention_scaling != 1.0:
         scaling = 1 / table.attention_scaling if inverse else table.attention_scaling
         cos, sin = cos * scaling, sin * scaling
+    sign = 1 if inverse else -1
     first, second = _planes(table, table.rotated_width)
     x, y = keys[..., first], keys[..., second]  # (B, H, T, R/2)
-    crossed = x * sin
-    x.mul_(cos).addcmul_(y, sin, value=-1)
-    y.mul_(cos).add_(crossed)
-    return keys
+    torch.mul(x, cos, out=out[..., first]).addcmul_(y, sin, value=sign)
+    torch.mul(y, cos, out=out[..., second]).addcmul_(x, sin, value=-sign)
+    if table.rotated_width < keys.shape[3]:
+        out[..., table.rotated_width :] = keys[..., table.rotated_width :]
+    return out
 
 
 def _turn(
