@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvfit.bundle import Bundle, add_files
+from kvfit.card import write_card
 from kvfit.errors import MismatchError, TextError
 from kvfit.fit import arms, models
 from kvfit.fit.arms import Arm
@@ -197,6 +198,7 @@ def evaluate(
     data = json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n"
     files = {"evaluation.json": data.encode(), "evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
     add_files(opened.folder, files)
+    write_card(opened.folder)
     return Evaluated(opened.folder, report)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import kvfit
 from kvfit.bundle import add_files, write_bundle
+from kvfit.card import write_card
 from kvfit.errors import MismatchError, SolveError
 from kvfit.fit.fitter import HOLDOUT_ENOUGH, Fitted, Fitter
 from kvfit.fit.layout import SPLITS
@@ -107,6 +108,7 @@ def solve(
         write_bundle(out, spec, weights, recipe=reader.store.recipe, solve=report)
     if plots:
         add_files(out, {"r2-map.png": r2_map(report), "r2-layers.png": r2_layers(report)})
+    write_card(out)
     return Solved(out, report, reader.store.bytes_read)
 
 
@@ -142,14 +144,11 @@ def open_reader(
         raise MismatchError(
             f"{opened.path}: found statistics of like kinds only, needed keys by values: capture with --inputs both"
         )
-    place = torch.device(device)
     try:
-        torch.zeros(1, dtype=torch.float64, device=place)
+        place = torch.zeros(1, dtype=torch.float64, device=device).device
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
-        raise MismatchError(
-            f"--device {device}: found no float64 there ({reason}), needed a device that has it: use cpu"
-        ) from None
+        raise MismatchError(f"--device {device}: found {reason!r}, needed a device that has float64: use cpu") from None
     if precision == "auto":
         slow = (
             place.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(place) not in FAST_FLOAT64
@@ -174,7 +173,8 @@ def _solve_layers(fitter: Fitter, chosen: Chosen, scratch: Path) -> Iterator[dic
     dtype: torch.dtype = getattr(torch, fitter.options.dtype)
     for kind in KINDS:
         for fitted in fitter.fit(kind, chosen[kind]):
-            weight, bias = fitted.weight.to(dtype).cpu().contiguous(), fitted.bias.to(dtype).cpu().contiguous()
+            # Biases stay in float32: they are few, and key biases can be hundreds of times the spread.
+            weight, bias = fitted.weight.to(dtype).cpu().contiguous(), fitted.bias.float().cpu().contiguous()
             if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
                 raise SolveError(
                     f"{kind} of target layer {fitted.layer_index}: found weights beyond {fitter.options.dtype}, needed finite "
