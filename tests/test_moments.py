@@ -116,6 +116,36 @@ def test_uncentred_float32_sums_miss_the_bar_that_shifted_ones_reach() -> None:
     assert error(torch.zeros(6)) > 1e-3
 
 
+def half_precision_error(mean: float, dtype: torch.dtype, shift: torch.Tensor | None = None) -> float:
+    x = (rows(0, 4096, 64, 0.0) + mean).to(dtype)
+    d = x.float() - (moments.shift_of(x[:50]) if shift is None else shift)
+    total = torch.zeros(1, 64, 64, dtype=torch.float64)
+    moments.sum_products(total, d, d)
+    norms = d.double().norm(dim=0)
+    return ((total[0] - d.double().T @ d.double()).abs() / (norms[:, None] * norms)).max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mean", [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 30.0, 100.0, 1000.0])
+def test_half_precision_reaches_the_bar_about_a_shift_of_few_bits(mean: float, dtype: torch.dtype) -> None:
+    assert half_precision_error(mean, dtype) < 1e-6
+
+
+def test_half_precision_misses_the_bar_about_the_mean_itself() -> None:
+    """Negative control: few values whose squares all round the same way."""
+    x = (rows(0, 4096, 64, 0.0) + 30).bfloat16()
+    assert half_precision_error(30.0, torch.bfloat16, x[:50].double().mean(0).float() + 1e-4) > 1e-6
+
+
+def test_the_shift_is_near_the_mean_and_exact_where_nothing_varies() -> None:
+    x = rows(3, 50, 6, 1e4)
+    x[:, 2] = 1.2345
+    shift, spread = moments.shift_of(x.float()), x.std(0, correction=0)
+    assert ((shift - x.mean(0)).abs() <= spread / 16 + 1e-3).all()
+    assert shift[2] == x.float()[0, 2]
+    assert torch.equal(moments.shift_of(x[:1].bfloat16()), x[0].bfloat16().float())
+
+
 def test_nothing_is_divided_by_a_count_of_zero() -> None:
     zero = torch.zeros(3, dtype=torch.float64)
     assert not moments.centre(torch.zeros(3, 3, dtype=torch.float64), zero, zero, 0).any()

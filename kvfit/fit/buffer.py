@@ -85,7 +85,7 @@ class TokenBuffer:
             width = sum(self._layout.widths)
             self._rows = {k: torch.empty(self.capacity, width, dtype=torch.float32, device=self.device) for k in KINDS}
         if not self.shift:
-            self.shift = {k: torch.cat([moments.shift_of(x).to(self.device) for x in (*source[k], *target[k])]) for k in KINDS}
+            self.shift = {k: torch.cat([moments.shift_of(x.to(self.device)) for x in (*source[k], *target[k])]) for k in KINDS}
         self.shift = {kind: shift.to(self.device) for kind, shift in self.shift.items()}
 
     def load(self, split: Part, source: Activations, target: Activations, start: int, stop: int) -> BadValue | None:
