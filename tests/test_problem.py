@@ -94,8 +94,8 @@ def test_any_budget_that_suffices_gives_the_same_solution(store: Path, support: 
 def test_too_small_a_budget_is_refused_with_the_number_that_is_needed(store: Path) -> None:
     reader = Reader(Store.open(store))
     problem = reader.problem("keys", range(4), range(3))
-    # Factor and holdout scatter, three matrices of inputs by one layer's outputs, and the blocks on their way.
-    assert least(problem) == 2 * 8 * 24**2 + 3 * 8 * 24 * 12 + CACHE_BYTES + 6 * 8 * 12 * 6
+    # Factor and holdout scatter, five matrices of inputs by one layer's outputs, and the blocks on their way.
+    assert least(problem) == 2 * 8 * 24**2 + 5 * 8 * 24 * 12 + CACHE_BYTES + 6 * 8 * 12 * 6
     reader.memory_budget = least(problem)
     list(reader.batches(problem))
     reader.memory_budget -= 1

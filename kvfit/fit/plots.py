@@ -9,7 +9,7 @@ from kvfit.spec import KINDS
 
 
 def r2_map(report: dict[str, Any]) -> bytes:
-    """Holdout R2 of every target layer from every single source layer, keys and values side by side; a ring marks what is read."""
+    """Holdout R2 of every target layer from every single source layer, keys and values side by side; rings: what is read."""
     figure, axes = _figure(len(KINDS))
     n_source = len(report["probe"][KINDS[0]]["holdout"][0])
     chosen = {(d["kind"], d["layer_index"]): d["source_layers"] for d in report["layers"]}

@@ -19,9 +19,9 @@ from kvfit.fit.store import CACHE_BYTES, Block, Split, Store
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, Support
 
 ITEM = 8  # bytes of a float64
-# Matrices of F x G that are in memory at a time while one batch of target layers is solved: cross scatter, weight, and the
-# scatter times the weight. A float32 factor refines with three more.
-WORK = {"float64": 3, "mixed": 6}
+# Matrices of F x G that are in memory at a time while one batch of target layers is solved: cross scatter, weight, the scatter
+# times the weight, and the batch before with its gain folded in. A float32 factor refines with three more.
+WORK = {"float64": 5, "mixed": 8}
 
 
 def source_head(head: int, n_source: int, n_target: int) -> int:

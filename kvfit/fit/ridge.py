@@ -150,7 +150,7 @@ def _cholesky(matrix: Tensor, limit: float) -> Tensor | None:
 def _mixed(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     """A float32 factor of ``matrix / unit`` and the matrix, None where refinement with it does not converge."""
     unit = float(matrix.diagonal().mean())
-    lower = _cholesky((matrix / unit).float(), 0.0)
+    lower = _cholesky(torch.div(matrix, unit, out=torch.empty_like(matrix, dtype=torch.float32)), 0.0)
     if lower is None:
         return None
     # Alternating signs are near no eigenvector of a covariance by accident, so every part of the spectrum is tried.
@@ -183,7 +183,8 @@ def _refine(lower: Tensor, matrix: Tensor, right: Tensor, unit: float) -> tuple[
 def _substitute(lower: Tensor, right: Tensor) -> Tensor:
     """``(L L')^-1 right`` in the memory of `right`; `torch.cholesky_solve` would copy the factor."""
     torch.linalg.solve_triangular(lower, right, upper=False, out=right)
-    return torch.linalg.solve_triangular(lower.T, right, upper=True, out=right)
+    torch.linalg.solve_triangular(lower.T, right, upper=True, out=right)
+    return right
 
 
 def solve(factor: Factor, cross_scatter: Tensor, *, name: str = "") -> Tensor:

@@ -39,7 +39,10 @@ MAPS: list[tuple[str, Options]] = [
 def row(name: str, options: Options, store: Path, folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """One map."""
     solved = solve(store, folder / name.replace(" ", "-"), options=options, progress=False)
-    how = evaluate.Options(documents=asked.documents, probes=asked.probes)
+    # Likelihood and recall only.
+    how = evaluate.Options(
+        documents=asked.documents, probes=asked.probes, probe_kinds=("names",), greedy=0, diagnose=0, repeats=0
+    )
     report = evaluate.evaluate(solved.bundle, text=TextOptions("demo:heldout"), options=how, progress=False).report
     r2 = {kind: solved.report["r2"][kind] for kind in KINDS}
     arms = report["arms"]
