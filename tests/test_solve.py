@@ -17,6 +17,7 @@ from sklearn.linear_model import Ridge
 
 from kvfit.bundle import Bundle
 from kvfit.errors import MismatchError, SolveError
+from kvfit.fit.plots import r2_layers, r2_map
 from kvfit.fit.solve import HOLDOUT_ENOUGH, RECIPES, Options, solve
 from kvfit.mapper import Mapper
 from kvfit.spec import KINDS, Kind
@@ -437,3 +438,22 @@ def test_sweep_on_the_command_line(store: Path, tmp_path: Path) -> None:
     ]
     for wrong in (["penalty=1"], ["--sweep", "penalty=x"], ["--sweep", "top_k=1", "top_k=2"]):
         assert runner.invoke(cli, [*start, *wrong]).exit_code == 2
+
+
+def test_the_r2_map_shows_scores_and_choices(store: Path, tmp_path: Path) -> None:
+    _, report = solved(store, tmp_path / "bundle", top_k=2, penalty=0.01)
+    first = r2_map(report)
+    assert first[:8] == b"\x89PNG\r\n\x1a\n"
+    assert r2_map(json.loads(json.dumps(report))) == first
+    for change in ("choice", "score", "everything"):
+        other = json.loads(json.dumps(report))
+        if change == "choice":
+            other["layers"][0]["source_layers"] = [2, 3]
+        elif change == "score":
+            other["probe"]["values"]["holdout"][1][0] = 0.99
+        else:
+            for detail in other["layers"]:
+                detail["source_layers"] = [0, 1, 2, 3]
+        assert r2_map(other) != first, change
+    report["layers"][0]["r2_holdout"] = -3.0  # drawn as it is, below the axis that is usual
+    assert r2_layers(report)[:4] == b"\x89PNG"
