@@ -68,6 +68,8 @@ def main() -> None:
     """Parse and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle")
+    parser.add_argument("--source", help="default: the one that the bundle names")
+    parser.add_argument("--target")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0, 0.02, 0.05, 0.1, 0.2, 0.5])
     parser.add_argument("--probes", type=int, default=60)
     parser.add_argument("--documents", type=int, default=24)
@@ -75,7 +77,7 @@ def main() -> None:
     parser.add_argument("--continuation", type=int, default=96)
     options = parser.parse_args()
     rng = random.Random(0)
-    pair, tokenizer = arms.load_pair(Bundle.open(options.bundle))
+    pair, tokenizer = arms.load_pair(Bundle.open(options.bundle), source=options.source, target=options.target)
     texts = [text for text in documents(TextOptions("demo:heldout")) if "[Codes" not in text and "[Recall" not in text]
     long = [text for text in texts if len(tokenizer(text)["input_ids"]) >= options.prefix + options.continuation]
 

@@ -107,7 +107,8 @@ def prefill(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     loading = models.Options(dtype=options.dtype, device=options.device)
     mapper = load_mapper(options.bundle, require="any")
-    source, target = (models.load(ref, options=loading).model for ref in (mapper.spec.source.ref, mapper.spec.target.ref))
+    refs = (options.source or mapper.spec.source.ref, options.target or mapper.spec.target.ref)
+    source, target = (models.load(ref, options=loading).model for ref in refs)
     mapper = mapper.bind(source, target).to(dtype=getattr(torch, options.dtype))
     print(
         f"{'tokens':>7} {'prefill ms':>11} {'transfer ms':>12} {'handoff ms':>11} {'+ 10 % ms':>10} {'prefill / transfer':>19}"
@@ -157,6 +158,8 @@ def main() -> None:
     first.set_defaults(run=products)
     second = commands.add_parser("prefill")
     second.add_argument("bundle")
+    second.add_argument("--source", help="default: the one that the bundle names")
+    second.add_argument("--target")
     second.add_argument("--tokens", nargs="+", type=int, default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
     second.set_defaults(run=prefill)
     options = parser.parse_args()
