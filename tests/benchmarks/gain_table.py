@@ -43,7 +43,9 @@ def row(name: str, options: Options, store: Path, folder: Path, asked: argparse.
     how = evaluate.Options(
         documents=asked.documents, probes=asked.probes, probe_kinds=("names",), greedy=0, diagnose=0, repeats=0
     )
-    report = evaluate.evaluate(solved.bundle, text=TextOptions("demo:heldout"), options=how, progress=False).report
+    report = evaluate.evaluate(
+        solved.bundle, source=asked.source, target=asked.target, text=TextOptions("demo:heldout"), options=how, progress=False
+    ).report
     r2 = {kind: solved.report["r2"][kind] for kind in KINDS}
     arms = report["arms"]
     found: dict[str, Any] = {"map": name}
@@ -61,6 +63,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, help="a store of the demo pair that was captured with --inputs both")
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines")
+    parser.add_argument("--source", default="demo:source")
+    parser.add_argument("--target", default="demo:target")
     parser.add_argument("--num-sequences", type=int, default=600)
     parser.add_argument("--documents", type=int, default=48)
     parser.add_argument("--probes", type=int, default=40)
@@ -70,7 +74,7 @@ def main() -> None:
         if store is None:
             options = capture.Options(num_sequences=asked.num_sequences, seq_len=512, token_stride=2, inputs="both")
             captured = capture.capture(
-                "demo:source", "demo:target", Path(folder) / "pair.zarr", text=TextOptions("demo:text"), options=options
+                asked.source, asked.target, Path(folder) / "pair.zarr", text=TextOptions("demo:text"), options=options
             )
             store = captured.store
         with open(asked.out, "a") as stream:
