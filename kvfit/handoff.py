@@ -117,7 +117,9 @@ def handoff(
     except Exception as error:
         if on_error == "raise":
             raise
-        return mover.prefill(str(error) if isinstance(error, KvfitError) else f"{type(error).__name__}: {error}")
+        reason = str(error) if isinstance(error, KvfitError) else f"{type(error).__name__}: {error}"
+    # Outside the handler, whose error would keep all that the attempt has allocated alive.
+    return mover.prefill(reason)
 
 
 def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -220,7 +222,10 @@ class _Mover:
         with _timed(self.seconds, "transfer"):
             if tail > head:
                 cut = [(keys[:, :, :tail], values[:, :, :tail]) for keys, values in pairs]
-                mapped = mapper.transfer_layers(cut, positions=self.positions[:, :tail], start=head, target_model=self.model)
+                # Into an empty cache the head goes as well, so that its own keys and values can be written over it: appending
+                # to a cache that holds a head already would copy every layer.
+                start = head if reused else 0
+                mapped = mapper.transfer_layers(cut, positions=self.positions[:, :tail], start=start, target_model=self.model)
 
         # Everything was checked and mapped; from here on the target's cache changes.
         cache = caches.new_cache(self.model) if target_cache is None else target_cache
@@ -228,9 +233,7 @@ class _Mover:
             caches.crop(cache, reused)
         # A windowed layer drops tokens that those run once more may need to see.
         work = whole(cache) if tokens is not None and windowed else cache
-        self.run(work, reused, head)
-        for layer_index, (keys, values) in enumerate(mapped):
-            caches.place(work, layer_index, keys, values)
+        self.fill(work, mapped, reused, head)
         if tokens is not None:
             self.run_again(work, tokens, tail, mapper.spec.target.windows)
         if work is not cache:
@@ -250,6 +253,18 @@ class _Mover:
             recomputed=tokens,
             seconds=self.seconds,
         )
+
+    def fill(self, cache: Any, mapped: list[tuple[Tensor, Tensor]], reused: int, head: int) -> None:
+        """Append the tokens that the target runs first, and those that were mapped; `mapped` is used up."""
+        if reused or not mapped:
+            self.run(cache, reused, head)
+        else:
+            own = caches.full_cache()
+            self.run(own, 0, head)
+            for (keys, values), layer in zip(mapped, own.layers, strict=False):  # no layers where there is no head
+                keys[:, :, :head], values[:, :, :head] = layer.keys, layer.values
+        for layer_index in range(len(mapped)):
+            caches.place(cache, layer_index, *mapped.pop(0))  # appending may copy; one layer at a time is held twice
 
     def chosen(self, wanted: _Wanted, pairs: list[tuple[Tensor, Tensor]], tail: int, first: int) -> Tensor | None:
         """(B, C) tokens of first to tail - 1 to run once more, ascending; None for none."""
