@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -103,23 +103,22 @@ def neighbours(pair: Pair, ids: torch.Tensor, *, gain: bool) -> tuple[MapperSpec
     return replace(spec, layers=layers), weights
 
 
-def maps(pair: Pair, ids: torch.Tensor) -> Iterator[tuple[str, Mapper]]:
-    """Named maps, from exact to spoiled."""
+def maps(pair: Pair, ids: torch.Tensor) -> Iterator[tuple[str, Callable[[], Mapper]]]:
+    """Named ways to make maps, from exact to spoiled."""
     spec = pair.mapper.spec
-    yield "exact", pair.mapper
-    yield "noise 0.1", Mapper(spec, noisy(spec, 0.1))
-    yield "noise 0.3", Mapper(spec, noisy(spec, 0.3))
-    yield "noise 0.3, keys only", Mapper(spec, noisy(spec, 0.3, ("keys",)))
-    yield "noise 0.3, values only", Mapper(spec, noisy(spec, 0.3, ("values",)))
-    for gain in (False, True):
-        name = "ridge from the four nearest other layers" + (" + gain" if gain else "")
-        yield name, Mapper(*neighbours(pair, ids, gain=gain))
-    yield "mean: zero weights", Mapper(spec, {key: (torch.zeros_like(w), b) for key, (w, b) in exact(spec).items()})
+    yield "exact", lambda: pair.mapper
+    yield "noise 0.1", lambda: Mapper(spec, noisy(spec, 0.1))
+    yield "noise 0.3", lambda: Mapper(spec, noisy(spec, 0.3))
+    yield "noise 0.3, keys only", lambda: Mapper(spec, noisy(spec, 0.3, ("keys",)))
+    yield "noise 0.3, values only", lambda: Mapper(spec, noisy(spec, 0.3, ("values",)))
+    yield "ridge from the four nearest other layers", lambda: Mapper(*neighbours(pair, ids, gain=False))
+    yield "the same + gain", lambda: Mapper(*neighbours(pair, ids, gain=True))
 
 
-def share(pair: Pair, tokenizer: Any, asked: list[Probe], arm: Any) -> str:
-    right = ask(pair, tokenizer, asked, (arm,), progress=False)[arm]
-    return f"{sum(right)} of {len(right)}"
+def shares(pair: Pair, tokenizer: Any, asked: list[Probe], arms: tuple[Any, ...]) -> list[str]:
+    """Right answers of each arm."""
+    found = ask(pair, tokenizer, asked, arms, progress=False)
+    return [f"{sum(found[arm])} of {len(found[arm])}" for arm in arms]
 
 
 def main() -> None:
@@ -127,9 +126,11 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=12, help="questions of each kind")
     parser.add_argument("--context", type=int, default=192, help="tokens of context")
     parser.add_argument("--fit", type=int, default=24, help="documents that the ridge maps are fitted on")
+    parser.add_argument("--kinds", default=",".join(PROBE_KINDS), help="probe kinds, with commas between")
+    parser.add_argument("--maps", default="", help="only maps whose name has one of these in it, with commas between")
     parser.add_argument("--documents", type=int, default=4, help="documents for the likelihood")
     given = parser.parse_args()
-    begun = time.perf_counter()
+    begun, kinds = time.perf_counter(), given.kinds.split(",")
     model, tokenizer = load()
     n_layers = model.config.num_hidden_layers
     spec = spec_of(model, tokenizer, {i: (i,) for i in range(n_layers)})
@@ -143,24 +144,28 @@ def main() -> None:
         kind: probes(
             tokenizer, fillers, kind=kind, count=given.probes, context_tokens=given.context, n_entries=4, per_context=2
         )
-        for kind in PROBE_KINDS
+        for kind in kinds
     }
-    print(f"| map | nats | KL | {' | '.join(f'{kind} | + recompute' for kind in PROBE_KINDS)} |")
-    print("|---" * (3 + 2 * len(PROBE_KINDS)) + "|", flush=True)
-    native = {kind: share(pair, tokenizer, part, "native") for kind, part in asked.items()}
-    for name, mapper in maps(pair, torch.tensor(fitted)):
-        mapped = Pair(model, model, mapper, recompute=0.1)
+    chosen = [(name, make) for name, make in maps(pair, torch.tensor(fitted)) if any(p in name for p in given.maps.split(","))]
+    print(f"| map | nats | KL | {' | '.join(f'{kind} | + recompute' for kind in kinds)} |")
+    print("|---" * (3 + 2 * len(kinds)) + "|", flush=True)
+    for name, make in chosen:
+        mapped = Pair(model, model, make(), recompute=0.1)
         found = likelihood(mapped, scored, given.context, batch_size=2, greedy_tokens=0, progress=False)
-        if name == "exact":
-            print(f"| native | {float(found['native'].nll.mean()):.3f} | 0.000 | " + " | | ".join(native.values()) + " | |")
+        if (name, make) == chosen[0]:
+            print(
+                f"| native | {float(found['native'].nll.mean()):.3f} | 0.000 | "
+                + " | | ".join(shares(pair, tokenizer, part, ("native",))[0] for part in asked.values())
+                + " | |"
+            )
             lost = found["no_context"]
             print(
-                f"| no context | {float(lost.nll.mean()):.3f} | {float(lost.kl.mean()):.3f} |" + " | |" * len(PROBE_KINDS),
+                f"| no context | {float(lost.nll.mean()):.3f} | {float(lost.kl.mean()):.3f} |" + " | |" * len(kinds),
                 flush=True,
             )
         cells = [f"{float(found['transfer'].nll.mean()):.3f}", f"{float(found['transfer'].kl.mean()):.3f}"]
         for part in asked.values():
-            cells += [share(mapped, tokenizer, part, "transfer"), share(mapped, tokenizer, part, "handoff")]
+            cells += shares(mapped, tokenizer, part, ("transfer", "handoff"))
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     print(f"\n{time.perf_counter() - begun:.0f} s; {given.probes} questions a kind, {given.context} tokens of context")
 
