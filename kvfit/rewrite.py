@@ -89,7 +89,7 @@ def rewrite(
     refuse_attention(model, "to run chosen tokens")
     columns = torch.arange(input_ids.shape[1], device=tokens.device)
     distance = tokens[:, :, None] - columns  # (B, C, T)
-    allowed = (distance >= 0) & attention_mask.to(tokens.device).bool()[:, None, :] | (distance == 0)
+    allowed = (distance > 0) & attention_mask.to(tokens.device).bool()[:, None, :] | (distance == 0)
     dtype = cache_dtype(model)
 
     def additive(window: int | None) -> Tensor:  # (B, 1, C, T): the one form of mask that every backend adds or takes

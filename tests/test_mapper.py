@@ -289,6 +289,11 @@ def test_models_are_checked_once_and_not_kept_alive(target, monkeypatch):
         mapper.check_models(source_model=target)
     assert len(checked) == 2  # once in either role
     checked.clear()
+    monkeypatch.setattr("kvfit.mapper.check_model", lambda _, model, tokenizer=None: checked.append((model, tokenizer)))
+    bound = identity_mapper(target).bind(target, target)
+    bound.check_models(target, target)
+    assert len(checked) == 2  # by bind; first use finds them known
+    checked.clear()
     model = copy.deepcopy(target)
     mapper.check_models(target_model=model)
     seen = weakref.ref(model)
