@@ -26,6 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     return call
 
 
+DEMO = ("demo:source", "demo:target", "--out", "s.zarr")
 SMALL = ("--num-sequences", "40", "--seq-len", "64", "--token-stride", "1", "--holdout", "0.25", "--dataset", "demo:text")
 
 
@@ -57,10 +58,10 @@ def test_capture_solve_evaluate(run, tiny_pair: tuple[Path, Path], tmp_path: Pat
         (("capture", "missing/folder/x", "demo:target", "--out", "s.zarr"), "found no such folder"),
         (("capture", "demo:text", "demo:target", "--out", "s.zarr"), "found a text, needed a model"),
         (("capture", "demo:nothing", "demo:target", "--out", "s.zarr"), "needed one of demo:source"),
-        (("capture", "demo:source", "demo:target", "--out", "s.zarr", "--dataset", "nowhere.jsonl"), "no such file or folder"),
-        (("capture", "demo:source", "demo:target", "--out", "s.zarr", "--dataset", "demo:text", "--seq-len", "100000"), "lower --seq-len"),
-        (("capture", "demo:source", "demo:target", "--out", "s.zarr", "--holdout", "1.5"), "--holdout: found 1.5"),
-        (("capture", "demo:source", "demo:target", "--out", "s.zarr", "--resume"), "needed a store to resume"),
+        (("capture", *DEMO, "--dataset", "nowhere.jsonl"), "no such file or folder"),
+        (("capture", *DEMO, "--dataset", "demo:text", "--seq-len", "100000"), "lower --seq-len"),
+        (("capture", *DEMO, "--holdout", "1.5"), "--holdout: found 1.5"),
+        (("capture", *DEMO, "--resume"), "needed a store to resume"),
     ],
 )
 def test_bad_input_is_one_line_exit_1_and_leaves_nothing(
@@ -93,7 +94,8 @@ def test_usage_errors_exit_2(run, words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("64MiB", 64 << 20), ("2GiB", 2 << 30), ("1.5kib", 1536), ("1000", 1000), ("3 MB", 3_000_000), ("1g", 10**9)]
+    ("text", "size"),
+    [("64MiB", 64 << 20), ("2GiB", 2 << 30), ("1.5kib", 1536), ("1000", 1000), ("3 MB", 3_000_000), ("1g", 10**9)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert cli._size(None, None, text) == size  # type: ignore[arg-type]
