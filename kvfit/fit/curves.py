@@ -73,6 +73,7 @@ def _match_curves(prefixes: dict[str, Any]) -> bytes:
             axis.plot(at, _curve(found["arms"][arm][name] for found in prefixes.values()), style, label=arm)
         axis.set(title=title, xlabel="tokens of context", xscale="log")
         axis.set_xticks(at, [str(length) for length in at])
+        axis.set_xticks([], minor=True)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.suptitle("By length of the context")
@@ -91,6 +92,8 @@ def _time_curves(lengths: list[dict[str, Any]]) -> bytes:
     ):
         axes[0].plot(at, [row[name]["median"] for row in lengths], style, label=label)
     axes[0].set(xlabel="tokens", ylabel="milliseconds (median)", xscale="log", yscale="log")
+    axes[0].set_xticks(at, [str(length) for length in at])
+    axes[0].set_xticks([], minor=True)
     axes[0].grid(alpha=0.3, which="both")
     axes[0].legend(fontsize=8)
     figure.suptitle("Time for one sequence")
