@@ -47,7 +47,7 @@ def test_the_report_is_one_json_object_with_the_promised_fields(demo: dict[str, 
     report = json.loads(json.dumps(demo, allow_nan=False))
     assert {"native", "transfer", "source", "no_context", "mean", "shuffled"} <= set(report["nll"])
     assert {"native", "transfer", "source", "shuffled"} <= set(report["recall"])
-    assert {"transfer", "prefill"} == set(report["milliseconds"])
+    assert {"transfer", "prefill"} <= set(report["milliseconds"])
     assert {"kl", "share_of_gap", "bytes", "store", "bundle"} <= set(report)
     assert Path(report["picture"]).read_bytes().startswith(b"\x89PNG")
 

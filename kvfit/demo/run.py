@@ -82,7 +82,7 @@ def _said(bundle: Path) -> dict[str, str]:
         "handoff": (target.model, moved.cache),
     }
     said = {name: arms.answer(model, cache, moved.remaining_ids, SHOWN_TOKENS) for name, (model, cache) in caches.items()}
-    return {"prefix": target.tokenizer.decode(ids[0, -40:])} | {
+    return {"prefix": target.tokenizer.decode(ids[0, -24:])} | {
         name: target.tokenizer.decode(tokens) for name, tokens in said.items()
     }
 

@@ -199,9 +199,7 @@ def _context(
         if room >= context_tokens // 2:
             break
     else:
-        raise TextError(
-            f"probes: found no room for {LEAST_ENTRIES} facts in {context_tokens} tokens, needed a longer prefix"
-        )
+        raise TextError(f"probes: found no room for {LEAST_ENTRIES} facts in {context_tokens} tokens, needed a longer prefix")
     text = _ids(tokenizer, filler)
     if len(text) < room:
         raise TextError(f"probes: found a text of {len(text)} tokens to hide facts in, needed {room}: give longer documents")
