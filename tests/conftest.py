@@ -2,6 +2,8 @@
 
 import os
 
+# Before torch is imported anywhere, because it reads this once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before transformers, datasets or huggingface_hub are imported anywhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
