@@ -218,6 +218,15 @@ def cache_dtype(model: Any) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
+def drops_tokens(cache: Any) -> bool:
+    """Whether a layer keeps only its window, so that cropping cannot give back what it has dropped."""
+    return any(_drops_tokens(layer) for layer in cache.layers)
+
+
+def _drops_tokens(layer: Any) -> bool:
+    return hasattr(layer, "cumulative_length")
+
+
 def crop(cache: Any, length: int) -> None:
     """Shorten a cache to its first `length` tokens.
 
@@ -244,7 +253,7 @@ def crop(cache: Any, length: int) -> None:
             layer.crop(length - held)
         else:  # what a layer's own crop takes, and what it does to a window, differs between versions
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-            if hasattr(layer, "cumulative_length"):
+            if _drops_tokens(layer):
                 layer.cumulative_length = length
 
 

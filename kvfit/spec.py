@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class SpecError(KvfitError, ValueError):
-    """A spec that cannot be read; `field` is the dotted path of the value at fault."""
+    """A spec that cannot be read; `field` is the dotted path of the value at fault, `found` and `needed` say what is wrong."""
 
     def __init__(self, field: str, found: str, needed: str) -> None:
-        self.field = field
+        self.field, self.found, self.needed = field, found, needed
         super().__init__(f"field {field or '<top>'}: found {found}, needed {needed}")
 
 
@@ -104,7 +104,7 @@ class ModelSpec:
         rope: the rotary description.
         tokenizer_fingerprint: digest of the token-to-id map.
         config_digest: digest of the configuration values that change what the model computes.
-        weight_fingerprint: digest of fixed slices of every key and value projection, in bfloat16.
+        weight_fingerprint: digest of fixed slices of the embedding and of every decoder layer's weights, in bfloat16.
         dtype: dtype that the activations were captured in.
         quantisation: name of the quantisation method, None for none.
     """
@@ -279,9 +279,4 @@ def _read_dataclass(cls: type, value: Any, field: str) -> Any:
         return cls(**read)
     except SpecError as error:
         prefix = f"{field}." if field and not error.field.startswith(field) else ""
-        raise SpecError(prefix + error.field, *_parts(error)) from None
-
-
-def _parts(error: SpecError) -> tuple[str, str]:
-    found, needed = str(error).split(": found ", 1)[1].rsplit(", needed ", 1)
-    return found, needed
+        raise SpecError(prefix + error.field, error.found, error.needed) from None

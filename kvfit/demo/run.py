@@ -74,11 +74,12 @@ def _said(bundle: Path) -> dict[str, str]:
     mapper = load_mapper(bundle, require="any").bind(source.model, target.model)
     text = next(documents(TextOptions(HELDOUT)))
     ids = target.tokenizer(text, return_tensors="pt")["input_ids"][:, :256].to(target.model.device)
-    sources = arms.source_pairs(arms.Pair(source.model, target.model, mapper), ids[:, :-1])
+    pair = arms.Pair(source.model, target.model, mapper)
+    sources = arms.source_pairs(pair, ids[:, :-1])
     moved = handoff(mapper, target.model, ids, sources, recompute=RECOMPUTE, guide=source.model)
     caches = {
-        "source": (source.model, arms.prefix_cache(arms.Pair(source.model, target.model, mapper), "source", ids[:, :-1], None)),
-        "native": (target.model, arms.prefix_cache(arms.Pair(source.model, target.model, mapper), "native", ids[:, :-1], None)),
+        "source": (source.model, arms.prefix_cache(pair, "source", ids[:, :-1], None)),
+        "native": (target.model, arms.prefix_cache(pair, "native", ids[:, :-1], None)),
         "handoff": (target.model, moved.cache),
     }
     said = {name: arms.answer(model, cache, moved.remaining_ids, SHOWN_TOKENS) for name, (model, cache) in caches.items()}

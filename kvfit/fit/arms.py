@@ -220,7 +220,7 @@ class Rewindable:
     """
 
     def __init__(self, cache: Any) -> None:
-        windowed = cache is not None and any(hasattr(layer, "cumulative_length") for layer in cache.layers)
+        windowed = cache is not None and caches.drops_tokens(cache)
         self._cache = cache
         self._length = 0 if cache is None else caches.cache_length(cache)
         self._kept = copy.deepcopy(cache) if windowed else None

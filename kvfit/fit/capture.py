@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from kvfit.errors import MismatchError, StoreError, TextError
 from kvfit.fit import models
 from kvfit.fit.accumulate import Accumulator
 from kvfit.fit.activations import Activations
+from kvfit.fit.layout import SPLITS, Part, StatsDtype
 from kvfit.fit.merge import merge
 from kvfit.fit.ranks import Ranks, meeting
 from kvfit.fit.recipe import make_recipe
@@ -29,9 +30,6 @@ from kvfit.fit.selfcheck import self_check
 from kvfit.fit.text import Cursor, Sequence, TextOptions, sequences
 from kvfit.identity import describe_model
 from kvfit.spec import Inputs, Kind
-
-StatsDtype = Literal["float32", "float64"]
-SPLITS: tuple[Literal["fit", "holdout"], ...] = ("fit", "holdout")
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class Options:
         """Positions of a sequence whose tokens are kept."""
         return range(self.skip_tokens, self.seq_len, self.token_stride)
 
-    def split(self, index: int) -> Literal["fit", "holdout"]:
+    def split(self, index: int) -> Part:
         """The split of sequence `index`: evenly spread, so that any run of sequences holds its share."""
         phase = random.Random(self.seed).random()
         return "holdout" if math.floor((index + 1) * self.holdout + phase) > math.floor(index * self.holdout + phase) else "fit"
@@ -148,7 +146,10 @@ def capture(
     models.check_tokenizers(*tokenizers)
     first = _first_batch(text, options, tokenizers[0], batch_size)
     placed = [how if how.device or how.device_map else replace(how, device=ranks.device()) for how in loading]
-    pair = [models.load(ref, revision, how) for ref, revision, how in zip((source, target), revisions, placed, strict=True)]
+    pair = [
+        models.load(ref, revision, how, tokenizer=tokenizer)
+        for ref, revision, how, tokenizer in zip((source, target), revisions, placed, tokenizers, strict=True)
+    ]
     specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
     for loaded, spec in zip(pair, specs, strict=True):
         self_check(loaded.model, spec, first)

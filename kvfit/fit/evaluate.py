@@ -28,6 +28,7 @@ from kvfit.fit.diagnose import Diagnosis, diagnose
 from kvfit.fit.intervals import share_interval, share_of_gap
 from kvfit.fit.likelihood import Scores, likelihood
 from kvfit.fit.recall import PROBE_KINDS, ProbeKind
+from kvfit.fit.recipe import public_name
 from kvfit.fit.report import written
 from kvfit.fit.text import TextOptions, documents, sequences
 from kvfit.fit.turns import drift
@@ -192,18 +193,14 @@ def evaluate(
     )
     measured = _Measured(pair, tokenizer, options, progress)
     report = measured.report(opened, read, further, _fillers(text, options.probes) if options.probes else [])
-    report["text"] = _public_name(text)
+    report["text"] = public_name(text.dataset)
     for name, other in (texts or {}).items():
-        report["texts"][name]["text"] = _public_name(other)
+        report["texts"][name]["text"] = public_name(other.dataset)
     data = json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n"
     files = {"evaluation.json": data.encode(), "evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
     add_files(opened.folder, files)
     write_card(opened.folder)
     return Evaluated(opened.folder, report)
-
-
-def _public_name(text: TextOptions) -> str:
-    return Path(text.dataset).name if Path(text.dataset).exists() else text.dataset
 
 
 def _documents(text: TextOptions, tokenizer: Any, length: int, count: int) -> Tensor:

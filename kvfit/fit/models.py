@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvfit import refs
 from kvfit.demo import MODELS, demo_path
 from kvfit.errors import MismatchError, RefError
 
@@ -65,7 +66,7 @@ def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | No
         return str(folder), folder.resolve().name, revision
     if not ref or ref.startswith((".", "/", "~")) or ref.count("/") != 1:
         raise RefError(f"{ref!r}: found no such folder, needed a folder, org/name[@revision] or {' or '.join(MODELS)}")
-    name, _, pinned = ref.partition("@")
+    name, pinned = refs.split_ref(ref)
     if pinned and revision and pinned != revision:
         raise RefError(f"{ref}: found revision {pinned} in the ref and {revision} beside it, needed one")
     return name, name, pinned or revision
@@ -89,8 +90,8 @@ def load_tokenizer(ref: str, revision: str | None = None, *, trust_remote_code: 
         return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def load(ref: str, revision: str | None = None, options: Options | None = None) -> Loaded:
-    """Model and tokenizer of a ref.
+def load(ref: str, revision: str | None = None, options: Options | None = None, *, tokenizer: Any = None) -> Loaded:
+    """Model and tokenizer of a ref; `tokenizer` is one that was loaded already.
 
     Raises:
         RefError: not found, or not reachable; names the model.
@@ -102,7 +103,8 @@ def load(ref: str, revision: str | None = None, options: Options | None = None) 
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
         raise MismatchError(f"--dtype: found {options.dtype!r}, needed auto, float32, bfloat16 or float16")
     location, name, revision = split_ref(ref, revision)
-    tokenizer = load_tokenizer(ref, revision, trust_remote_code=options.trust_remote_code)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(ref, revision, trust_remote_code=options.trust_remote_code)
     arguments: dict[str, Any] = {"revision": revision, "trust_remote_code": options.trust_remote_code}
     if options.attn_implementation is not None:
         arguments["attn_implementation"] = options.attn_implementation

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvfit.errors import StoreError
 from kvfit.fit.layout import SPLITS, BlockArray, Generation, Layout, Part, StatsDtype, VectorArray, array_path
+from kvfit.folders import sync_folder
 from kvfit.spec import Inputs, Kind, ModelSpec, SpecError, from_json, to_json
 
 FORMAT_VERSION = 1
@@ -180,15 +181,6 @@ def read_chunk(root: Path, array_path: str, array: BlockArray | VectorArray, num
     if hashlib.sha256(data).hexdigest() != digest:
         raise StoreError(f"{place} does not match its digest; the file was altered, restore it or capture again")
     return np.frombuffer(data, dtype=np.dtype(array.dtype).newbyteorder("<")).reshape(array.chunk_shape)
-
-
-def sync_folder(path: Path) -> None:
-    """Put a folder's entries on the disk: a new or renamed file is there after a power failure only then."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def first_difference(stored: Any, given: Any, field: str = "recipe") -> tuple[str, Any, Any] | None:

@@ -28,10 +28,10 @@ from kvfit.fit.record import (
     Tokens,
     read_chunk,
     read_record,
-    sync_folder,
     write_chunk,
     write_record,
 )  # fmt: skip
+from kvfit.folders import sync_folder
 
 LOCK_NAME = "lock"
 

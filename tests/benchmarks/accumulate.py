@@ -24,22 +24,16 @@ from typing import NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from made_mappers import model_spec
+
 from kvfit.fit import moments
 from kvfit.fit.layout import Layout
 from kvfit.fit.store import Accumulator, Store
 from kvfit.fit.updater import units
-from kvfit.spec import KINDS, ModelSpec, RopeSpec
+from kvfit.spec import KINDS
 
 GIB = 2**30
-
-
-def geometry(n_layers: int, n_heads: int, head_dim: int) -> ModelSpec:
-    """A model of which only the shape of its cache matters."""
-    return ModelSpec(
-        ref="random/activations", revision=None, family="random", n_layers=n_layers, n_heads=n_heads, head_dim=head_dim,
-        n_query_heads=n_heads, windows=(None,) * n_layers, rope=RopeSpec((), (None,) * n_layers), tokenizer_fingerprint="",
-        config_digest="", weight_fingerprint="", dtype="float32", quantisation=None,
-    )  # fmt: skip
 
 
 def memory(field: str) -> int:
@@ -119,7 +113,7 @@ class Work(NamedTuple):
 def run_one(options: argparse.Namespace, budget: float, folder: Path) -> dict[str, float]:
     """One budget: half of the bare products, the accumulation, and the other half."""
     device = torch.device(options.device)
-    source, target = (geometry(n, 8, options.width // 8) for n in (options.source_layers, options.target_layers))
+    source, target = (model_spec(n, 8, options.width // 8) for n in (options.source_layers, options.target_layers))
     layout = Layout(source, target, "same", options.stats_dtype)
     dtype = getattr(torch, options.dtype)
     batch = [

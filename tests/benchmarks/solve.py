@@ -15,6 +15,7 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,23 +24,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from made_mappers import model_spec
+
 from kvfit.fit.fitter import Fitter
 from kvfit.fit.options import Options
 from kvfit.fit.problem import Problem
 from kvfit.fit.solve import open_reader, probe_kinds, solve
 from kvfit.fit.store import Accumulator, Store
-from kvfit.spec import KINDS, ModelSpec, RopeSpec
+from kvfit.spec import KINDS, ModelSpec
 
 GIB = 2**30
-
-
-def geometry(n_layers: int, n_heads: int, head_dim: int) -> ModelSpec:
-    """A model of which only the shape of its cache matters."""
-    return ModelSpec(
-        ref="random/activations", revision=None, family="random", n_layers=n_layers, n_heads=n_heads, head_dim=head_dim,
-        n_query_heads=n_heads, windows=(None,) * n_layers, rope=RopeSpec((), (None,) * n_layers), tokenizer_fingerprint="",
-        config_digest="", weight_fingerprint="", dtype="float32", quantisation=None,
-    )  # fmt: skip
 
 
 def make_store(path: Path, source: ModelSpec, target: ModelSpec, n_tokens: int) -> None:
@@ -183,7 +178,7 @@ def main() -> None:
     folder = None if asked.store else Path(tempfile.mkdtemp())
     store = asked.store or folder / "random.zarr"
     if not store.exists():
-        make_store(store, geometry(asked.layers[0], *asked.heads), geometry(asked.layers[1], *asked.heads), asked.tokens)
+        make_store(store, model_spec(asked.layers[0], *asked.heads), model_spec(asked.layers[1], *asked.heads), asked.tokens)
     try:
         for text in asked.top_k:
             found = measure(
