@@ -68,6 +68,11 @@ def layer_devices(model: Any, n_layers: int) -> list[torch.device]:
     return [devices.get(layer_index, fallback) for layer_index in range(n_layers)]
 
 
+def input_device(model: Any) -> torch.device:
+    """Where a model wants its input ids: where its first layer runs, also where accelerate spread or offloaded the model."""
+    return layer_devices(model, 1)[0]
+
+
 def _running_device(module: Any, tensor: Tensor) -> torch.device:
     for hook in _hooks(module):  # an offloaded weight is elsewhere until its layer runs
         execution = getattr(hook, "execution_device", None)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kvfit import cache as caches
+from kvfit.decoder import input_device
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.rewrite import refuse_attention
 
@@ -113,7 +114,7 @@ class _Heads:
     def __init__(self, guide: Any, pairs: Pairs, input_ids: Tensor, prefix: int, attention_mask: Tensor | None) -> None:
         self.model = caches.unwrapped(guide)
         self.pairs = pairs
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         self.input_ids = input_ids.to(device)
         self.mask = None if attention_mask is None else attention_mask.to(device)
         self.prefix = prefix

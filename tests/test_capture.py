@@ -1,5 +1,6 @@
 """Capture: the store's moments against the models run one sequence at a time, by hand, in float64."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ from kvfit.fit.activations import Activations
 from kvfit.fit.capture import Options, capture
 from kvfit.fit.store import Store
 from kvfit.fit.text import TextOptions, sequences
+from kvfit.identity import describe_model
 
 TEXT = TextOptions("demo:text")
 SMALL = Options(num_sequences=12, seq_len=64, token_stride=3, skip_tokens=1, holdout=0.25, stats_dtype="float64")
@@ -32,6 +34,12 @@ def store(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
     )
     assert captured.tokens == 12 * 21
     return out
+
+
+def file_digests(folder: Path) -> dict[str, str]:
+    """Every file by its path in a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def activations(model: Any, ids: list[int]) -> dict[str, list[torch.Tensor]]:
@@ -224,6 +232,32 @@ def test_splits_are_spread_evenly_and_exactly() -> None:
 def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match="needed"):
         Options(**wrong)
+
+
+def test_a_model_larger_than_its_device_gives_the_same_bits(store: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Layers that accelerate keeps on disk until they run, as `--device-map auto` does with what fits nowhere else."""
+    outside = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    maps = [outside | {f"model.layers.{i}": "cpu" if i < kept else "disk" for i in range(n)} for kept, n in ((1, 3), (2, 4))]
+    spread = tuple(models.Options(dtype="float32", device_map=placed) for placed in maps)
+    loaded = models.load(str(tiny_pair[1]), options=spread[1])
+    assert {parameter.device.type for parameter in loaded.model.parameters()} == {"cpu", "meta"}
+    refs = [str(folder) for folder in tiny_pair]
+    capture(*refs, tmp_path / "spread", text=TEXT, options=SMALL, loading=spread, batch_size=5, progress=False)
+    assert file_digests(tmp_path / "spread") == file_digests(store)
+
+
+def test_a_model_that_is_offloaded_whole_runs_where_accelerate_runs_it(tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    from accelerate import cpu_offload
+
+    plain, offloaded = load(tiny_pair[0]), models.load(str(tiny_pair[0]), options=FLOAT32[0])
+    cpu_offload(offloaded.model, execution_device=torch.device("cpu"))
+    assert {parameter.device.type for parameter in offloaded.model.parameters()} == {"meta"}
+    specs = [describe_model(one.model, one.tokenizer, ref=one.ref, revision=None) for one in (plain, offloaded)]
+    assert specs[0] == specs[1]
+    ids = torch.arange(40)[None] + 300
+    features = [Activations(one.model, specs[0], range(0, 40, 3))(ids) for one in (plain, offloaded)]
+    for kind in ("keys", "values"):
+        assert all(torch.equal(*pair) for pair in zip(features[0][kind], features[1][kind], strict=True))
 
 
 def test_two_processes_of_torchrun_end_in_one_store(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

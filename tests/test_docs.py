@@ -21,6 +21,7 @@ import click
 import pytest
 
 from kvfit import errors
+from kvfit.registry import MapperEntry, ModelPin, list_mappers
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -210,6 +211,25 @@ def test_commands_and_options_named_in_text_exist() -> None:
 def test_the_command_reference_is_what_the_command_line_says() -> None:
     generator = script("write_cli_reference")
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page()
+
+
+def test_the_catalogue_is_what_the_registry_says() -> None:
+    generator = script("write_catalogue")
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(list_mappers(folder=ROOT / "registry"))
+
+
+def test_the_catalogue_shows_the_best_of_a_pair_once() -> None:
+    def entry(name: str, verdict: str, scores: tuple[tuple[str, float], ...]) -> MapperEntry:
+        models = ModelPin("org/small", "1" * 40, "llama"), ModelPin("org/large", "2" * 40, "llama")
+        digest = f"sha256:{'0' * 64}"
+        return MapperEntry(1, f"org/{name}", None, "v1", "a" * 40, 1, digest, 2_500_000, "mit", verdict, *models, scores)  # type: ignore[arg-type]
+
+    page = script("write_catalogue").page([entry("good", "pass", (("recall", 0.9), ("kl", 0.25))), entry("new", "unknown", ())])
+    link = f"[`org/good@v1`](https://huggingface.co/org/good/tree/{'a' * 40})"
+    assert f"| `org/small` | `org/large` | {link} | pass | 90% |  | 0.250 |  /  | 2.5 | mit |" in page
+    assert "| unknown |  |  |  |  /  | 2.5 | mit |" in page
+    assert page.count('load_mapper(source="org/small", target="org/large")') == 1
+    assert '```python title="Not run here: needs the Hub"' in page
 
 
 def test_every_error_class_has_a_heading() -> None:

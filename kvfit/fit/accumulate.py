@@ -130,11 +130,12 @@ class Accumulator:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time so far in ``products``, in ``disk`` (reading, hashing and writing chunks, beside the products), and the
-        ``wait`` of the products for the disk."""
+        """Time so far in ``products``, in ``disk`` (reading, hashing and writing chunks, beside the products), in
+        ``disk_processor`` (what of that a processor was busy), and the ``wait`` of the products for the disk."""
         return {
             "products": self._updater.product_seconds,
             "disk": self._writer.disk_seconds,
+            "disk_processor": self._writer.disk_processor_seconds,
             "wait": self._updater.wait_seconds,
         }
 

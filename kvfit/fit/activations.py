@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvfit import cache as caches
+from kvfit.decoder import input_device
 from kvfit.errors import MismatchError
 from kvfit.rope import angles, unrotate
 from kvfit.spec import KINDS, Kind, ModelSpec
@@ -27,7 +28,7 @@ class Activations:
         self.model = model
         self.spec = spec
         self.kept = kept
-        self.device = next(model.parameters()).device
+        self.device = input_device(model)
         self._angles: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()

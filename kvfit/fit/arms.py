@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfit import cache as caches
 from kvfit.bundle import Bundle
-from kvfit.decoder import text_config
+from kvfit.decoder import input_device, text_config
 from kvfit.errors import MismatchError
 from kvfit.fit import models
 from kvfit.handoff import handoff
@@ -84,11 +84,6 @@ def load_pair(
     return Pair(loaded[0].model, loaded[1].model, mapper, **options), loaded[1].tokenizer
 
 
-def device_of(model: Any) -> torch.device:
-    """Where a model wants its input ids: the device of its first layer, also where accelerate spread or offloaded it."""
-    return caches.layer_devices(model, 1)[0]
-
-
 def shared_vocabulary(pair: Pair) -> int:
     """Logits that both models have: two of one family may pad their embeddings to different sizes."""
     return min(int(text_config(model).vocab_size) for model in (pair.source, pair.target))
@@ -98,7 +93,7 @@ def shared_vocabulary(pair: Pair) -> int:
 def source_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
     """The source's keys and values of a prefix (B, P), in the target's dtype where the two differ."""
     cache = caches.full_cache()
-    caches.forward(pair.source, prefix_ids.to(device_of(pair.source)), cache, base=True)
+    caches.forward(pair.source, prefix_ids.to(input_device(pair.source)), cache, base=True)
     dtype = getattr(pair.target, "dtype", None)
     return [(keys.to(dtype), values.to(dtype)) for keys, values in caches.read_cache(cache)]
 
@@ -107,7 +102,7 @@ def source_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
 def target_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
     """The target's own keys and values of a prefix (B, P), full length in every layer."""
     cache = caches.full_cache()
-    caches.forward(pair.target, prefix_ids.to(device_of(pair.target)), cache, base=True)
+    caches.forward(pair.target, prefix_ids.to(input_device(pair.target)), cache, base=True)
     return caches.read_cache(cache)
 
 
@@ -147,7 +142,7 @@ def prefix_cache(
     if arm in ("native", "source"):
         model = pair.target if arm == "native" else pair.source
         cache = caches.new_cache(model)
-        caches.forward(model, prefix_ids.to(device_of(model)), cache, base=True)
+        caches.forward(model, prefix_ids.to(input_device(model)), cache, base=True)
         return cache
     given = other if arm == "shuffled" else sources
     if given is None:
@@ -162,7 +157,7 @@ def prefix_cache(
 
 
 def _moved(pair: Pair, prefix_ids: Tensor, sources: Pairs, next_ids: Tensor | None) -> Any:
-    prefix_ids = prefix_ids.to(device_of(pair.target))
+    prefix_ids = prefix_ids.to(input_device(pair.target))
     # A handoff leaves at least one token to the target; what is left is not run here, but a guide reads it.
     following = prefix_ids[:, -1:] if next_ids is None else next_ids.to(prefix_ids.device)
     return handoff(
@@ -247,14 +242,14 @@ def continuation_logits(model: Any, cache: Any, ids: Tensor, prefix: int, vocabu
     The cache covers the first `prefix` - 1 tokens of ids (B, prefix + C); the last prefix token is always the model's own, so
     that every arm predicts the first continuation token from a token that it ran itself.
     """
-    return caches.forward(model, ids[:, prefix - 1 : -1].to(device_of(model)), cache)[..., :vocabulary]
+    return caches.forward(model, ids[:, prefix - 1 : -1].to(input_device(model)), cache)[..., :vocabulary]
 
 
 @torch.no_grad()
 def greedy(model: Any, cache: Any, ids: Tensor, n_tokens: int, vocabulary: int | None = None) -> Tensor:
     """(B, n_tokens) likeliest tokens, one after the other, after running ids (B, Q) on top of a cache, which grows by them."""
     said = []
-    ids = ids.to(device_of(model))
+    ids = ids.to(input_device(model))
     for _ in range(n_tokens):
         ids = caches.forward(model, ids, cache, logits_to_keep=1)[:, -1, :vocabulary].argmax(-1, keepdim=True)
         said.append(ids)

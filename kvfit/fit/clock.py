@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfit import cache as caches
+from kvfit.decoder import input_device
 from kvfit.fit import arms
 
 SHORTEST = 64
@@ -140,7 +141,7 @@ def _reused(
     """The same where the target holds the first half of the tokens already."""
     half = ids.shape[1] // 2
     held = arms.Rewindable(arms.prefix_cache(pair, "native", ids[:, :half], None))
-    rest = ids[:, half:].to(arms.device_of(pair.target))
+    rest = ids[:, half:].to(input_device(pair.target))
     return {
         "reused_transfer": timed(lambda: pair.mapper.transfer(sources, into=held.fresh(pair.target)), devices, effort),
         "reused_prefill": timed(lambda: caches.forward(pair.target, rest, held.fresh(pair.target), base=True), devices, effort),

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfit import cache as caches
+from kvfit.decoder import input_device
 from kvfit.fit import arms
 from kvfit.fit.attention import Reading, watched
 from kvfit.mapper import Mapper
@@ -259,7 +260,7 @@ def _read(
         reads[reading.layer_index].add(reading, in_use[reading.layer_index], counted)  # type: ignore[arg-type]
 
     with watched(pair.target, on_reading):
-        caches.forward(pair.target, new_ids.to(arms.device_of(pair.target)), arms.filled(pair.target, own), base=True)
+        caches.forward(pair.target, new_ids.to(input_device(pair.target)), arms.filled(pair.target, own), base=True)
 
 
 class _Order:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from kvfit import cache as caches
 from kvfit.bundle import Bundle
-from kvfit.decoder import text_config
+from kvfit.decoder import input_device, text_config
 from kvfit.errors import MismatchError
 from kvfit.fit import arms, models
 from kvfit.fit.arms import Arm
@@ -208,7 +208,7 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
 
     def _said(self, prompt: list[int], stops: list[str], most: int) -> str:
         cache = self.prompt_cache(prompt).fresh(self.model)
-        ids = torch.tensor([prompt[-1:]]).to(arms.device_of(self.model))
+        ids = torch.tensor([prompt[-1:]]).to(input_device(self.model))
         said: list[int] = []
         while len(said) < most:
             ids = caches.forward(self.model, ids, cache, logits_to_keep=1)[:, -1, : self.vocabulary].argmax(-1, keepdim=True)

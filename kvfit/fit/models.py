@@ -38,14 +38,15 @@ class Options:
     Attributes:
         dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``.
         device: where the model runs; None for the first GPU, else the CPU.
-        device_map: accelerate's placement (``auto``, ``balanced``...) for a model larger than one device.
+        device_map: accelerate's placement for a model larger than one device: ``auto``, ``balanced``..., or a device by module
+            name, ``cpu`` and ``disk`` among them.
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2``; None for the model's default.
         trust_remote_code: run code that the model's repository carries.
     """
 
     dtype: str = "auto"
     device: str | None = None
-    device_map: str | None = None
+    device_map: str | dict[str, Any] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
 

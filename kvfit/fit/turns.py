@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from kvfit import cache as caches
+from kvfit.decoder import input_device
 from kvfit.errors import MismatchError
 from kvfit.fit import arms
 from kvfit.handoff import handoff
@@ -50,10 +51,10 @@ def drift(pair: arms.Pair, ids: Tensor, n_turns: int, *, batch_size: int = 8, pr
     sums = torch.zeros(n_turns, 4, dtype=torch.float64)
     mapped = [0] * n_turns
     for part in tqdm(torch.split(ids, batch_size), desc="turns", disable=None if progress else True):
-        part = part[:, : 2 * n_turns * size].to(arms.device_of(pair.target))
+        part = part[:, : 2 * n_turns * size].to(input_device(pair.target))
         sources = arms.source_pairs(pair, part[:, :-1])
         whole = {
-            name: caches.forward(model, part.to(arms.device_of(model)), caches.new_cache(model))[..., :vocabulary]
+            name: caches.forward(model, part.to(input_device(model)), caches.new_cache(model))[..., :vocabulary]
             for name, model in (("native", pair.target), ("source", pair.source))
         }
         cache, held = None, 0

@@ -43,6 +43,7 @@ class StoreWriter:
         root: the store's folder.
         record: the last commit.
         disk_seconds: time spent in reading, hashing and writing chunks.
+        disk_processor_seconds: of that, what a processor was busy with it and not the disk.
         disk_bytes: bytes of chunks written.
     """
 
@@ -51,6 +52,7 @@ class StoreWriter:
         self.record = record
         self.layout = record.layout
         self.disk_seconds = 0.0
+        self.disk_processor_seconds = 0.0
         self.disk_bytes = 0
         self._lock: int | None = lock
         # Where each split's current numbers are: the live generation, or the other one once it was rewritten.
@@ -109,7 +111,7 @@ class StoreWriter:
         Args:
             addition: (pairs of the chunk, its rows, columns) float64.
         """
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.thread_time()
         chunk, current = array.chunks[number], self._current[split]
         numbers = np.zeros(array.chunk_shape, np.dtype(array.dtype).newbyteorder("<"))
         inside = numbers[: chunk.last - chunk.first, : chunk.bottom - chunk.top]
@@ -122,6 +124,7 @@ class StoreWriter:
         digest = self._write(array_path(split, self.pending(split), array), chunk.key, numbers)
         self.disk_bytes += numbers.nbytes
         self.disk_seconds += time.perf_counter() - started
+        self.disk_processor_seconds += time.thread_time() - busy
         return digest
 
     def end(self, split: Part, digests: dict[BlockArray, list[str]], sums: dict[str, Array]) -> None:

@@ -1,0 +1,102 @@
+"""Write docs/catalogue.md from the registry.
+
+python scripts/write_catalogue.py            # write the page
+python scripts/write_catalogue.py --check    # exit 1 if the page is not what the registry says
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvfit.registry import MapperEntry, list_mappers
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "catalogue.md"
+
+HEAD = """<!-- Written by scripts/write_catalogue.py from registry/. Run it again after a change there. -->
+
+# Catalogue
+
+If you are unsure whether there is a mapper for your two models, look for both names in the table. If they are not in it,
+[fit one](guides/fit-one-gpu.md); a mapper of another pair, or of other versions of these models, is no substitute.
+
+Every mapper of the [registry](reference/registry.md) that came with this version of kvfit. `kvfit list` prints the same.
+
+**Recall** is the share of questions answered right whose answer only the moved part of the conversation holds, **share of
+gap** how much of the difference in likelihood between source and target the move keeps; both are of the evaluation's
+`handoff` arm, with whatever guided recompute it was run with. [What they tell and what they do
+not](concepts/r2-and-likelihood.md).
+"""
+
+COLUMNS = (
+    "Source",
+    "Target",
+    "Mapper",
+    "Verdict",
+    "Recall",
+    "Share of gap",
+    "KL to native",
+    "R2 keys / values",
+    "MB",
+    "Licence",
+)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _row(entry: MapperEntry) -> Iterator[str]:
+    scores = dict(entry.scores)
+    yield f"`{entry.source.ref}`"
+    yield f"`{entry.target.ref}`"
+    where = f"https://huggingface.co/{entry.repo}/tree/{entry.commit}" if entry.repo else None
+    yield f"[`{entry.name}`]({where})" if where else f"`{entry.name}`"
+    yield entry.verdict
+    yield _percent(scores.get("recall"))
+    yield _percent(scores.get("share_of_gap"))
+    yield _number(scores.get("kl"), 3)
+    yield f"{_number(scores.get('r2_keys'), 2)} / {_number(scores.get('r2_values'), 2)}"
+    yield f"{entry.nbytes / 1e6:.1f}"
+    yield entry.license
+
+
+def _use(entry: MapperEntry) -> str:
+    title = ' title="Not run here: needs the Hub"' if entry.repo else ""
+    return f"""## {entry.source.ref} to {entry.target.ref}
+
+```python{title}
+from kvfit import load_mapper
+
+mapper = load_mapper(source="{entry.source.ref}", target="{entry.target.ref}")
+```"""
+
+
+def page(entries: Sequence[MapperEntry]) -> str:
+    """The whole page."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines += [f"| {' | '.join(_row(entry))} |" for entry in entries]
+    best = {(entry.source.ref, entry.target.ref): entry for entry in reversed(entries)}
+    return "\n\n".join([HEAD.strip(), "\n".join(lines), *map(_use, reversed(best.values()))]) + "\n"
+
+
+def main() -> None:
+    """Write the page, or compare it."""
+    wanted = page(list_mappers(folder=ROOT / "registry"))
+    if sys.argv[1:] == ["--check"]:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
+            sys.exit(f"{PAGE.name}: found another text than the registry gives: run python scripts/write_catalogue.py")
+    elif sys.argv[1:]:
+        sys.exit(f"found {' '.join(sys.argv[1:])}, needed nothing or --check")
+    else:
+        PAGE.write_text(wanted, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
