@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvfit import __version__
@@ -218,17 +219,19 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 @click.option(
     "--memory-budget", callback=_size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
 )
+@click.option("--batch-size", default=8, help="Sequences per forward pass.")
+@click.option("--device", default=None, help="Where bare products are timed, for the times; the first GPU, else the CPU.")
 @click.option("--trust-remote-code", is_flag=True, help="Read configurations that carry code.")
 @json_option
-def plan(source: str, target: str, as_json: bool, **values: Any) -> None:
-    """Print what capturing and solving SOURCE to TARGET will take. Reads configurations only.
+def plan(source: str, target: str, as_json: bool, device: str | None, **values: Any) -> None:
+    """Print what capturing and solving SOURCE to TARGET will take. Reads configurations only, and times a few products.
 
     SOURCE and TARGET may also be geometries by name: qwen3-8b, qwen3-14b, qwen3-32b, llama-3.1-8b, llama-3.1-70b,
     ministral-3-3b, ministral-3-8b, ministral-3-14b.
     """
     from kvfit.fit import plan as verb
 
-    _say(verb.plan(source, target, **values), as_json)
+    _say(replace(verb.plan(source, target, **values), rates=verb.measure_rates(device)), as_json)
 
 
 @cli.command()

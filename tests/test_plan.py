@@ -3,16 +3,24 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from kvfit.bundle import Bundle
 from kvfit.errors import RefError
+from kvfit.fit import models
+from kvfit.fit.accumulate import Accumulator
 from kvfit.fit.capture import Options, capture
-from kvfit.fit.plan import plan
+from kvfit.fit.plan import Rates, measure_rates, plan
+from kvfit.fit.record import read_record
 from kvfit.fit.solve import Options as SolveOptions
 from kvfit.fit.solve import solve
 from kvfit.fit.store import Store
 from kvfit.fit.text import TextOptions
+from kvfit.spec import KINDS
 
+SOURCE, TARGET = "demo:source", "demo:target"
+FLOAT32 = models.Options(dtype="float32", device="cpu")
 SMALL = {"num_sequences": 12, "seq_len": 48, "token_stride": 3, "skip_tokens": 1}
 
 
@@ -27,6 +35,59 @@ def test_sizes_equal_a_real_run(tiny_pair: tuple[Path, Path], tmp_path: Path) ->
     bundle = Bundle.open(solve(captured.store, tmp_path / "bundle", options=SolveOptions(top_k=2), progress=False).bundle)
     weights = sum(tensor.nbytes for layer in bundle.spec.layers for tensor in bundle.layer(layer.kind, layer.layer_index))
     assert planned.bundle_bytes == weights
+
+
+def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path) -> None:
+    """Torch's own counter of floating-point operations is the oracle; a budget of a few batches makes several commits."""
+    options = Options(num_sequences=60, seq_len=64, token_stride=2, holdout=0.0)
+    budget = 3 << 20
+    planned = plan(SOURCE, TARGET, num_sequences=60, seq_len=64, token_stride=2, memory_budget=budget, batch_size=4)
+    captured = capture(
+        SOURCE, TARGET, tmp_path / "pair.zarr", text=TextOptions("demo:text"), options=options,
+        loading=(FLOAT32, FLOAT32), batch_size=4, memory_budget=budget, progress=False,
+    )  # fmt: skip
+    found = Store.open(captured.store)
+    assert planned.commits >= 4
+    assert read_record(captured.store).commit == planned.commits
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        for ref in (SOURCE, TARGET):
+            model = models.load(ref, options=FLOAT32).model
+            for _ in range(15):
+                model(torch.ones(4, 64, dtype=torch.long))
+    # What the counter does not see are attention's scores, which are no parameters and little at 64 tokens.
+    assert planned.forward_flops == pytest.approx(forward.get_total_flops(), rel=0.02)
+    rows = [
+        {kind: [torch.randn(captured.tokens, model.width)] * model.n_layers for kind in KINDS}
+        for model in (found.source, found.target)
+    ]
+    with (
+        Accumulator.create(tmp_path / "again", source=found.source, target=found.target, recipe={}) as again,
+        FlopCounterMode(display=False) as statistics,
+    ):
+        again.add("fit", *rows, None)
+        again.finish(None)
+    assert planned.statistics_flops == statistics.get_total_flops()
+
+
+def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:
+    rates = Rates("cpu", forward=2e12, float32=1e12, float64=5e11)
+    planned = plan("qwen3-14b", "qwen3-32b", rates=rates)
+    assert plan("qwen3-14b", "qwen3-32b").seconds is None
+    assert planned.seconds == {
+        "forward": planned.forward_flops / 2e12,
+        "statistics": planned.statistics_flops / 0.8e12,
+        "solve": planned.solve_flops / 3e11,
+    }
+    assert planned.to_json()["seconds"] == planned.seconds
+    assert "4.71e+04 TFLOP, at least 6.5 h" in str(planned)
+    assert "63, 7.09 TB read and written; a larger --memory-budget makes them fewer" in str(planned)
+    assert "fewer" not in str(plan("qwen3-14b", "qwen3-32b", memory_budget=32 << 30))
+
+
+def test_rates_are_of_this_machine() -> None:
+    rates = measure_rates("cpu", seconds=0.01)
+    assert rates.device == "cpu"
+    assert min(rates.forward, rates.float32, rates.float64) > 1e8
 
 
 def test_parameters_are_counted_from_the_configuration(tiny_pair: tuple[Path, Path]) -> None:

@@ -33,6 +33,11 @@ QUARANTINE_SHARE = 0.01
 QUARANTINE_FROM = 100  # batches, before the share means anything
 
 
+def buffer_tokens(layout: Layout, memory_budget: int) -> int:
+    """Tokens that the buffer of a store holds within `memory_budget` bytes."""
+    return max(1, min(LARGEST_BUFFER, int(memory_budget * BUFFER_SHARE) // layout.token_bytes))
+
+
 class Accumulator:
     """A store that is being written; holds its lock until it is closed.
 
@@ -53,7 +58,7 @@ class Accumulator:
         self._updater = BlockUpdater(writer)
         self._writer = writer
         self._layout: Layout = writer.layout
-        fits = max(1, min(LARGEST_BUFFER, int(memory_budget * BUFFER_SHARE) // self._layout.token_bytes))
+        fits = buffer_tokens(self._layout, memory_budget)
         # The number of an earlier run gives the same bits again; it gives way where it no longer fits.
         capacity = min(fits, record.buffer_tokens or fits)
         self._buffer = TokenBuffer(self._layout, capacity, None if device is None else torch.device(device))

@@ -6,6 +6,7 @@ Only configurations are read, never weights. Sizes are exact; arithmetic counts 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit import models
+from kvfit.fit.accumulate import buffer_tokens
 from kvfit.fit.layout import Layout, StatsDtype
+from kvfit.fit.moments import precise_matmul
 from kvfit.fit.problem import Problem
 from kvfit.spec import Inputs, ModelSpec, RopeSpec, Support
 
@@ -53,6 +56,52 @@ GEOMETRIES = {
 }
 
 
+# Of a machine's bare matrix products; the benchmarks of capture and of solve measure both shares.
+STATISTICS_SHARE, SOLVE_SHARE = 0.8, 0.6
+MANY_COMMITS = 8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bare matrix products of a machine, in operations per second.
+
+    Attributes:
+        device: where they were measured.
+        forward: in the dtype that models run in there: bfloat16 on a graphics card, float32 on a processor.
+        float32: without TF32, as statistics need.
+        float64: as solving needs.
+    """
+
+    device: str
+    forward: float
+    float32: float
+    float64: float
+
+
+def measure_rates(device: str | None = None, seconds: float = 0.2) -> Rates:
+    """Time a square product of each dtype, `seconds` each.
+
+    Args:
+        device: None for the first GPU, else the CPU.
+        seconds: how long to measure each.
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    size = 4096 if place.type == "cuda" else 1024
+
+    def rate(dtype: torch.dtype) -> float:
+        matrix = torch.ones(size, size, dtype=dtype, device=place)
+        (matrix @ matrix).sum().item()
+        count, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            (matrix @ matrix)[0, 0].item()  # waits for it
+            count += 1
+        return 2.0 * size**3 * count / (time.perf_counter() - started)
+
+    forward = torch.bfloat16 if place.type == "cuda" else torch.float32
+    with precise_matmul():
+        return Rates(str(place), rate(forward), rate(torch.float32), rate(torch.float64))
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a capture and a solve will take.
@@ -66,11 +115,13 @@ class Plan:
         model_bytes: both models in bfloat16.
         memory_bytes: peak beyond the models, at most: the budget and 1 GiB.
         commits: times that every block is read, updated and written.
+        traffic_bytes: read from and written to the disk by all commits together.
         forward_flops: of both models over all tokens that are run: 2 per parameter and token.
         statistics_flops: of the products that make the statistics.
         solve_flops: of the probes, and of one factorisation per distinct set of layers and penalty with its solves and scores.
         solve_bytes: the least memory budget of `solve`.
         bundle_bytes: weights and biases.
+        rates: of the machine that `seconds` are of; None for none.
     """
 
     source: Geometry
@@ -81,16 +132,32 @@ class Plan:
     model_bytes: int
     memory_bytes: int
     commits: int
+    traffic_bytes: int
     forward_flops: float
     statistics_flops: float
     solve_flops: float
     solve_bytes: int
     bundle_bytes: int
+    rates: Rates | None = None
+
+    @property
+    def seconds(self) -> dict[str, float] | None:
+        """What the arithmetic takes on a machine of these `rates`; the forward passes at least, disk apart."""
+        if self.rates is None:
+            return None
+        return {
+            "forward": self.forward_flops / self.rates.forward,
+            "statistics": self.statistics_flops / (STATISTICS_SHARE * self.rates.float32),
+            "solve": self.solve_flops / (SOLVE_SHARE * self.rates.float64),
+        }
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"seconds": self.seconds}
 
     def __str__(self) -> str:
+        commits = f"{self.commits:,}, {_size(self.traffic_bytes)} read and written"
+        if self.commits > MANY_COMMITS:
+            commits += "; a larger --memory-budget makes them fewer"
         rows = (
             ("source", _shape(self.source)),
             ("target", _shape(self.target)),
@@ -98,13 +165,26 @@ class Plan:
             ("store on disk", f"{_size(self.store_bytes)}, {_size(self.store_bytes_peak)} while it is written"),
             ("models in bfloat16", _size(self.model_bytes)),
             ("memory beyond the models", f"at most {_size(self.memory_bytes)}"),
-            ("commits", f"{self.commits:,}, each reads and writes the store once"),
-            ("forward passes", _flops(self.forward_flops)),
-            ("statistics", _flops(self.statistics_flops)),
-            ("solve", f"{_flops(self.solve_flops)} in float64, in at least {_size(self.solve_bytes)} of memory"),
+            ("commits", commits),
+            ("forward passes", _flops(self.forward_flops) + self._time("forward", "at least")),
+            ("statistics", _flops(self.statistics_flops) + self._time("statistics", "about")),
+            (
+                "solve",
+                f"{_flops(self.solve_flops)} in float64{self._time('solve', 'about')}; in at least "
+                f"{_size(self.solve_bytes)} of memory",
+            ),
             ("bundle", _size(self.bundle_bytes)),
         )
-        return "\n".join(f"{name:<26}{value}" for name, value in rows)
+        lines = [f"{name:<26}{value}" for name, value in rows]
+        if self.rates is not None:
+            lines.append(
+                f"{'times':<26}on {self.rates.device}: bare products run at {self.rates.forward / 1e9:,.0f} (forward), "
+                f"{self.rates.float32 / 1e9:,.0f} (float32) and {self.rates.float64 / 1e9:,.0f} GFLOP/s (float64); disk apart"
+            )
+        return "\n".join(lines)
+
+    def _time(self, what: str, qualifier: str) -> str:
+        return "" if self.seconds is None else f", {qualifier} {_duration(self.seconds[what])}"
 
 
 def plan(
@@ -123,19 +203,22 @@ def plan(
     penalties: int = 6,
     memory_budget: int = 2 << 30,
     revisions: tuple[str | None, str | None] = (None, None),
+    batch_size: int = 8,
     trust_remote_code: bool = False,
+    rates: Rates | None = None,
 ) -> Plan:
     """Count what `capture` and `solve` with these options will take.
 
     Args:
         source: ref of the source, or the name of a geometry in `GEOMETRIES`.
         target: likewise.
-        num_sequences, seq_len, token_stride, skip_tokens, inputs, stats_dtype, memory_budget: as for `capture`.
+        num_sequences, seq_len, token_stride, skip_tokens, inputs, stats_dtype, memory_budget, batch_size: as for `capture`.
         top_k, support: as for `solve`; ``auto`` counts as ``all``.
         weight_bytes: of one stored weight.
         penalties: tried on the holdout split; 1 for a fixed penalty.
         revisions: of source and target.
         trust_remote_code: read configurations that carry code.
+        rates: of a machine, from `measure_rates`; without them there are no times.
 
     Raises:
         RefError: no such model.
@@ -160,6 +243,9 @@ def plan(
     per_token = 2.0 * f1 * f1 * pairs + 2.0 * f1 * g1 * a.n_layers * b.n_layers * 2 * kinds
     split_bytes = layout.split_bytes
     shifts = sum(array.chunk_bytes for array in layout.shifts)
+    # The buffer is emptied when the next batch does not fit.
+    capacity, batch = buffer_tokens(layout, memory_budget), batch_size * kept
+    commits = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
     return Plan(
         source=a,
         target=b,
@@ -168,13 +254,15 @@ def plan(
         store_bytes_peak=4 * split_bytes + shifts,
         model_bytes=int(2 * (a.parameters + b.parameters)),
         memory_bytes=memory_budget + (1 << 30),
-        commits=max(1, -(-tokens // max(1, memory_budget // layout.token_bytes))),
+        commits=commits,
+        traffic_bytes=(2 * commits - 1) * 2 * split_bytes,
         forward_flops=2.0 * (a.parameters + b.parameters) * num_sequences * seq_len,
         statistics_flops=per_token * tokens,
         # Every penalty is solved on the way to the best, which is then solved for good.
         solve_flops=probes + (penalties + (penalties > 1)) * (systems * f**3 / 3 + 4.0 * f * f * outputs),
         solve_bytes=problem.least_bytes("float64"),
         bundle_bytes=weight_bytes * (f * outputs + 2 * b.n_layers * g1),
+        rates=rates,
     )
 
 
@@ -226,6 +314,14 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("s", 60.0), ("min", 60.0), ("h", 48.0)):
+        if seconds < size:
+            return f"{seconds:.2g} {unit}"
+        seconds /= 60 if unit != "h" else 24
+    return f"{seconds:,.3g} days"
 
 
 def _flops(count: float) -> str:
