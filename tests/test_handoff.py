@@ -393,6 +393,45 @@ def test_a_static_source(pair):
     close(handoff(mapper, target, ids, static).cache, handoff(mapper, target, ids, prefilled(source, ids)).cache)
 
 
+@pytest.mark.parametrize("tail", [0, 3])
+def test_a_static_target_cache(pair, tail):
+    """The cache of a compiled target: filled in place, and its next logits are those of a dynamic one."""
+    from transformers import StaticCache
+
+    source, target, mapper = pair
+    ids = tokens(1, 24)
+    own = prefilled(target, ids[:, :6], cache=StaticCache(config=target.config, max_cache_len=24))
+    address = own.layers[0].keys.data_ptr()
+    given = {"target_ids": ids[:, :6], "exact_tail": tail}
+    moved = handoff(mapper, target, ids, prefilled(source, ids), target_cache=own, **given)
+    wanted = handoff(mapper, target, ids, prefilled(source, ids), target_cache=prefilled(target, ids[:, :6]), **given)
+    assert moved.cache is own
+    assert own.layers[0].keys.data_ptr() == address
+    assert (moved.n_reused, moved.n_mapped, moved.n_exact) == (6, 17 - tail, tail)
+    for (keys, values), (wanted_keys, wanted_values) in zip(
+        caches.read_cache(own), caches.read_cache(wanted.cache), strict=True
+    ):
+        assert torch.allclose(keys, wanted_keys, atol=1e-5)
+        assert torch.allclose(values, wanted_values, atol=1e-5)
+    logits = caches.forward(target, moved.remaining_ids, own)
+    assert torch.allclose(logits, caches.forward(target, wanted.remaining_ids, wanted.cache), atol=1e-4)
+
+
+def test_a_static_target_cache_without_room_is_left_as_it_was(pair):
+    from transformers import StaticCache
+
+    source, target, mapper = pair
+    ids = tokens(1, 24)
+    own = prefilled(target, ids[:, :6], cache=StaticCache(config=target.config, max_cache_len=20))
+    before = [tensor.clone() for pair in caches.read_cache(own) for tensor in pair]
+    with pytest.raises(MismatchError, match="layer 0: found room for 20 tokens, needed 2"):
+        handoff(mapper, target, ids, prefilled(source, ids), target_cache=own, target_ids=ids[:, :6])
+    assert all(torch.equal(a, b) for a, b in zip([t for pair in caches.read_cache(own) for t in pair], before, strict=True))
+    moved = handoff(mapper, target, ids, prefilled(source, ids), target_cache=own, target_ids=ids[:, :6], on_error="prefill")
+    assert moved.status == "fallback_prefill"
+    assert "found room for 20 tokens" in moved.reason
+
+
 def test_plain_tensors_are_a_source(pair):
     source, target, mapper = pair
     ids = tokens(1, 16)
