@@ -92,6 +92,13 @@ def _plain_pair(item: Any, index: int) -> Pair:
     pair = tuple(item)[:2] if isinstance(item, Sequence) else ()
     if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
         raise MismatchError(f"cache layer {index}: found {type(item).__name__}, needed a pair of tensors (keys, values)")
+    # Iterating over a cache gives (keys, values, window) since version 5; a full window may have dropped tokens.
+    window = item[2] if len(item) == 3 else None
+    if window is not None and pair[0].shape[-2] >= int(window) - 1:
+        raise MismatchError(
+            f"cache layer {index}: found {pair[0].shape[-2]} tokens of a layer with a window of {int(window)}, needed the "
+            "cache itself, or one that keeps all tokens: fill a cache made by kvfit.cache.full_cache()"
+        )
     return pair[0], pair[1]
 
 
@@ -165,17 +172,24 @@ def layer_windows(model: Any, n_layers: int) -> tuple[int | None, ...]:
 
 def append(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
     """Append full-length keys and values, (B, H, T, D), of one layer; a windowed layer drops what it does not need."""
-    cache.update(keys, values, layer_index)
+    layer = cache.layers[layer_index] if layer_index < len(cache.layers) else None
+    if layer is not None and "Static" in type(layer).__name__ and "cache_kwargs" in inspect.signature(layer.update).parameters:
+        # Before version 5 a static layer had to be told where to write, and began at its first token when it was not.
+        held = int(layer.get_seq_length())
+        positions = torch.arange(held, held + keys.shape[-2], device=keys.device)
+        cache.update(keys, values, layer_index, {"cache_position": positions})
+    else:
+        cache.update(keys, values, layer_index)
 
 
 def place(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
     """As `append`, for tensors that the caller gives away: an empty dynamic layer takes them without a copy."""
-    cache.update(keys[:, :, :0], values[:, :, :0], layer_index)  # makes the layer where it does not exist yet
+    append(cache, layer_index, keys[:, :, :0], values[:, :, :0])  # makes the layer where it does not exist yet
     layer = cache.layers[layer_index]
     if type(layer).__name__ == "DynamicLayer" and int(layer.get_seq_length()) == 0 and layer.keys.dtype == keys.dtype:
         layer.keys, layer.values = keys, values
     else:
-        cache.update(keys, values, layer_index)
+        append(cache, layer_index, keys, values)
 
 
 @dataclass(frozen=True)
