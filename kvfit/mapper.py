@@ -19,7 +19,7 @@ from torch import Tensor
 from kvfit import cache as caches
 from kvfit.errors import MismatchError
 from kvfit.identity import check_model
-from kvfit.product import CHUNK_TOKENS, Place, map_layers
+from kvfit.product import CHUNK_TOKENS, Frequencies, Place, map_layers
 from kvfit.spec import KINDS, Kind, MapperSpec
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Mapper:
         # Models that were checked; weak, because a mapper must not keep a model alive.
         self._known: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
+        self._frequencies = Frequencies()
 
     @classmethod
     def from_bundle(
@@ -307,7 +308,15 @@ class Mapper:
         total = pairs[0][0].shape[2]
         positions = torch.arange(total, device=pairs[0][0].device) if positions is None else positions
         cut = [(keys[:, :, start:], values[:, :, start:]) for keys, values in pairs]
-        return map_layers(self.spec, self._weights, cut, positions[..., start:], {i: places[i] for i in chosen}, chunk_tokens)
+        return map_layers(
+            self.spec,
+            self._weights,
+            self._frequencies,
+            cut,
+            positions[..., start:],
+            {i: places[i] for i in chosen},
+            chunk_tokens,
+        )
 
 
 def _rebuilt(spec: MapperSpec, weights: Weights, verdict: Verdict) -> Mapper:

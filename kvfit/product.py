@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfit.rope import angles, turn_into
-from kvfit.spec import KINDS, Kind, MapperSpec, ModelSpec
+from kvfit.rope import angles, frequencies_of, turn_into
+from kvfit.spec import KINDS, Kind, MapperSpec, ModelSpec, RopeTable
 
 # Tokens mapped at a time: enough for the matrix products to run at full speed, few enough that a layer's outputs are still in
 # the processor's cache when they are rotated, and that what is held beside the result stays small.
@@ -32,9 +32,25 @@ class Place:
     dtype: torch.dtype
 
 
+class Frequencies:
+    """Inverse frequencies on every device that asked for them. A mapper keeps them, so that a transfer waits for no device."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
+
+    def of(self, table: RopeTable, device: torch.device) -> Tensor:
+        """(R/2,) float32."""
+        key = (table.inverse_frequencies, device)
+        if key not in self._kept:
+            with torch.inference_mode(False):  # it outlives the call that made it
+                self._kept[key] = frequencies_of(table, device)
+        return self._kept[key]
+
+
 def map_layers(
     spec: MapperSpec,
     weights: Mapping[tuple[Kind, int], tuple[Tensor, Tensor]],
+    frequencies: Frequencies,
     pairs: Pairs,
     positions: Tensor,
     places: Mapping[int, Place],
@@ -45,6 +61,7 @@ def map_layers(
     Args:
         spec: the mapper's.
         weights: per (kind, target layer), weight and bias.
+        frequencies: kept from call to call.
         pairs: per source layer keys and values, (B, H, T, D), checked.
         positions: (T,) or (B, T).
         places: per wanted target layer, device and dtype of its result.
@@ -70,6 +87,7 @@ def map_layers(
             positions[..., part] if positions.dim() == 1 else positions[rows, part],
             reads,
             buffers,
+            frequencies,
         )
         for layer_index, halves in out.items():
             for kind, half in zip(KINDS, halves, strict=True):
@@ -117,10 +135,17 @@ class _Chunk:
     """One chunk's features and the maps that read them; each source layer is un-rotated once, however many read it."""
 
     def __init__(
-        self, spec: MapperSpec, pairs: Pairs, positions: Tensor, reads: Mapping[Kind, tuple[int, ...]], buffers: _Buffers
+        self,
+        spec: MapperSpec,
+        pairs: Pairs,
+        positions: Tensor,
+        reads: Mapping[Kind, tuple[int, ...]],
+        buffers: _Buffers,
+        frequencies: Frequencies,
     ) -> None:
         self.spec = spec
         self.buffers = buffers
+        self.frequencies = frequencies
         self.pairs = pairs
         self.positions = positions
         self.reads = reads
@@ -150,7 +175,7 @@ class _Chunk:
         key = (model, model.rope.assignment[layer_index], device)
         table = model.rope.table(layer_index)
         if key not in self._angles and table is not None:
-            self._angles[key] = angles(table, self.positions.to(device))
+            self._angles[key] = angles(table, self.positions.to(device), frequencies=self.frequencies.of(table, device))
         return self._angles[key]
 
     def _product(self, kind: Kind, layer_index: int, weight: Tensor, bias: Tensor, out: Tensor) -> None:

@@ -20,7 +20,12 @@ from kvfit.errors import MismatchError
 from kvfit.spec import RopeTable
 
 
-def angles(table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+def frequencies_of(table: RopeTable, device: torch.device) -> Tensor:
+    """A table's inverse frequencies as a tensor, (R/2,) float32. On a graphics card this waits for the device: keep it."""
+    return torch.tensor(table.inverse_frequencies, dtype=torch.float32, device=device)
+
+
+def angles(table: RopeTable, positions: Tensor, *, frequencies: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every plane's angle, not scaled by the table's attention scaling.
 
     The angle is the float32 product ``position * inverse_frequency``, as models compute it; a wider product would differ
@@ -29,6 +34,7 @@ def angles(table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         table: the rotary table.
         positions: (T,) or (B, T) token positions, whole numbers.
+        frequencies: what `frequencies_of` gave for this table and the device of `positions`; None to make them here.
 
     Returns:
         Cosines and sines, float32, (T, R/2) or (B, T, R/2), on the device of `positions`.
@@ -38,7 +44,7 @@ def angles(table: RopeTable, positions: Tensor) -> tuple[Tensor, Tensor]:
     """
     if positions.dim() not in (1, 2):
         raise MismatchError(f"positions: found shape {tuple(positions.shape)}, needed (T,) or (B, T)")
-    frequencies = torch.tensor(table.inverse_frequencies, dtype=torch.float32, device=positions.device)
+    frequencies = frequencies_of(table, positions.device) if frequencies is None else frequencies
     turned = positions.to(torch.float32).unsqueeze(-1) * frequencies
     return turned.cos(), turned.sin()
 

@@ -22,6 +22,7 @@ from made_mappers import (
     same,
     spec_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfit import cache as caches
 from kvfit.errors import MismatchError
@@ -361,6 +362,39 @@ def test_inference_mode_on_either_side():
     with torch.inference_mode():
         mapper.transfer(cache_of(pairs), into=grown)
     close(caches.read_cache(grown), [(k.double(), v.double()) for k, v in caches.read_cache(wanted)], 1e-6)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes a host wait for a graphics card: values read back, and tensors made from the host's numbers."""
+
+    NAMES = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "lift_fresh", "unique", "masked_select")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if any(name in str(function) for name in self.NAMES):
+            self.found.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("support", ["full", "head"])
+@pytest.mark.parametrize("inputs", ["same", "both"])
+def test_a_transfer_waits_for_no_device(support, inputs):
+    mapper = make(support=support, inputs=inputs)
+    pairs = random_pairs(mapper.spec.source, 2, 40)
+    positions = torch.arange(40).expand(2, -1)
+    with Waits() as first:
+        mapper.transfer(pairs, positions=positions, chunk_tokens=16)
+    assert set(first.found) == {"aten.lift_fresh.default"}  # the inverse frequencies, which the mapper keeps
+    with Waits() as later:
+        held = mapper.transfer([(keys[:, :, :30], values[:, :, :30]) for keys, values in pairs], chunk_tokens=16)
+        mapper.transfer(pairs, positions=positions, into=held, chunk_tokens=16)
+    assert later.found == []
+    with Waits() as control:
+        torch.tensor([1.0]).sum().item()
+    assert len(control.found) == 2
 
 
 def test_no_gradient_is_recorded():
