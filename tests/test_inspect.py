@@ -1,11 +1,17 @@
 """What `inspect_model` reports."""
 
 import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 from zoo import FAMILIES, REFUSED, build, build_refused
 
+from kvfit import cli
 from kvfit.fit.inspect import inspect_model
+from kvfit.fit.models import load_tokenizer
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -51,3 +57,46 @@ def test_the_built_in_pair_by_ref() -> None:
     assert report.supported
     assert report.ref == "demo:source"
     assert report.family == "qwen3"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What `kvfit inspect` prints; it must end well."""
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["kvfit", "inspect", *words])
+        cli.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_command_prints_the_table(command: Callable[..., str]) -> None:
+    words = {line[:11].strip(): line[12:] for line in command("demo:source").splitlines()}
+    assert words["model"] == "demo:source"
+    assert words["family"] == "qwen3"
+    assert words["verdict"] == "supported"
+    assert {"KV layers", "KV heads", "dtype", "windows", "rotation", "table 0"} <= set(words)
+    assert "half-split pairs" in words["table 0"]
+
+
+def test_the_command_prints_json(command: Callable[..., str]) -> None:
+    found = json.loads(command("demo:source", "--json"))
+    assert (found["supported"], found["reason"], found["family"]) == (True, None, "qwen3")
+    assert {layer["table"] for layer in found["layers"]} == {0}
+    assert len(found["layers"]) == found["n_layers"]
+    assert found["tables"][0]["pairing"] == "half"
+    assert len(found["tables"][0]["inverse_frequencies"]) == found["head_dim"] // 2
+
+
+def test_the_command_says_why_not(command: Callable[..., str], tmp_path: Path) -> None:
+    """A model that cannot be mapped is an answer, exit 0."""
+    model = build(BY_NAME["llama"], vocab_size=2048, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    model.save_pretrained(tmp_path / "dynamic")
+    load_tokenizer("demo:source").save_pretrained(tmp_path / "dynamic")
+    reason = "llama, all layers: dynamic rotary frequencies depend on the longest position of each call"
+    assert reason in command(str(tmp_path / "dynamic")).splitlines()[-1]
+    found = json.loads(command(str(tmp_path / "dynamic"), "--json"))
+    assert found["supported"] is False
+    assert found["reason"].startswith(reason)
+    assert found["layers"] == found["tables"] == []

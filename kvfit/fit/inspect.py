@@ -71,6 +71,9 @@ class Inspection:
             "tables": [] if seen is None else [_table_json(table) for table in seen.rope.tables],
         }
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """A few aligned lines for people."""
         seen = self.seen
