@@ -106,6 +106,53 @@ def test_reading_copies_nothing(qwen3: Any) -> None:
     assert caches.read_cache(cache)[1][0].data_ptr() == cache.layers[1].keys.data_ptr()
 
 
+def test_a_legacy_tuple_is_what_older_versions_make(qwen3: Any) -> None:
+    from transformers import DynamicCache
+
+    if not hasattr(DynamicCache, "to_legacy_cache"):
+        pytest.skip("this transformers has no legacy tuples")
+    ids = prompt(11, batch=2)
+    cache = DynamicCache()
+    caches.forward(qwen3, ids, cache, base=True)
+    legacy = cache.to_legacy_cache()
+    assert isinstance(legacy, tuple)
+    assert caches.cache_length(legacy) == 11
+    for (keys, values), layer in zip(caches.read_cache(legacy), cache.layers, strict=True):
+        assert keys.data_ptr() == layer.keys.data_ptr()
+        assert values.data_ptr() == layer.values.data_ptr()
+
+
+@pytest.mark.parametrize("listed", [list, tuple])
+def test_a_cache_spelled_out_as_a_sequence(listed: Any) -> None:
+    """Newer versions put the window beside keys and values. Where every layer has one, no length gives a lost token away."""
+    model = build(BY_NAME["mistral-window"])
+    whole = listed(filled(model, full(model, prompt(20))))
+    assert [keys.shape[2] for keys, _ in caches.read_cache(whole)] == [20] * 3
+    dropped = listed(filled(model, full(model, prompt(40))))
+    if len(dropped[0]) < 3:
+        pytest.skip("this transformers does not tell the window")
+    with pytest.raises(MismatchError, match=r"cache layer 0: found 23 tokens of a layer with a window of 24, needed"):
+        caches.read_cache(dropped)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_cache_that_offloads_its_layers(name: str) -> None:
+    """What `DynamicCache(offloading=True)` holds after a pass: all layers but one are on the CPU."""
+    from transformers import DynamicCache
+
+    if not torch.accelerator.is_available():
+        pytest.skip("layers are offloaded from an accelerator")
+    device = torch.accelerator.current_accelerator()
+    model = build(BY_NAME[name]).to(device)
+    ids = prompt(20).to(device)
+    cache = DynamicCache(config=model.config, offloading=True)
+    caches.forward(model, ids, cache, base=True)
+    assert {layer.keys.device.type for layer in cache.layers} > {"cpu"}
+    for (keys, values), (wanted, other) in zip(caches.read_cache(cache), full(model, ids), strict=True):
+        assert torch.equal(keys.cpu(), wanted.cpu())
+        assert torch.equal(values.cpu(), other.cpu())
+
+
 def test_an_offloaded_layer_is_read_where_it_lies(qwen3: Any) -> None:
     cache = caches.full_cache()
     caches.forward(qwen3, prompt(5), cache, base=True)
@@ -150,6 +197,8 @@ def test_what_is_no_full_cache_is_refused(qwen3: Any) -> None:
         caches.read_cache([keys])
     with pytest.raises(MismatchError, match="cache layer 0: found shapes"):
         caches.read_cache([(keys[0], keys[0])])
+    with pytest.raises(MismatchError, match="found int, needed a transformers Cache with layers"):
+        caches.layer_states(3)
     one_layer_missing = caches.full_cache()
     caches.append(one_layer_missing, 1, keys, keys)
     with pytest.raises(MismatchError, match="cache layer 0: found DynamicLayer with nothing stored"):
@@ -319,6 +368,16 @@ def test_logits_to_keep_and_base(qwen3: Any) -> None:
     torch.testing.assert_close(last, everything[:, -2:], rtol=0, atol=1e-5)
     torch.testing.assert_close(qwen3.lm_head(hidden), everything, rtol=0, atol=1e-5)
     assert not everything.requires_grad
+
+
+def test_a_model_that_is_only_its_head_has_no_base(qwen3: Any) -> None:
+    class Alone:
+        config = qwen3.config
+
+        def forward(self, input_ids: Tensor, past_key_values: Any = None) -> None: ...
+
+    with pytest.raises(UnsupportedModelError, match="qwen3: found no base model without a language-model head"):
+        caches.forward(Alone(), prompt(3), caches.full_cache(), base=True)
 
 
 def test_generate_refuses_a_cache_of_the_whole_prompt(qwen3: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import FAMILIES, REFUSED, Refused, Tokenizer, build, build_refused
+from zoo import FAMILIES, REFUSED, UNLISTED, Refused, Tokenizer, build, build_refused
 
 from kvfit.errors import UnsupportedModelError
 from kvfit.identity import describe_model
@@ -124,6 +124,64 @@ def test_a_layer_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forgetful)
     assert "llama, layer 2: the layer owns no keys and values" in refusal_of(build(LLAMA))
+
+
+def test_a_layer_that_caches_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaAttention.forward
+
+    def stuttering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_idx == 1:
+            original(self, *args, **{**kwargs, "attention_mask": None})
+        return original(self, *args, **{**kwargs, "attention_mask": None})
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", stuttering)
+    assert "llama, layer 1: the layer cached keys twice in one pass" in refusal_of(build(LLAMA))
+
+
+def test_keys_and_values_of_unlike_shapes() -> None:
+    model = build(LLAMA)
+    model.model.layers[1].self_attn.v_proj = nn.Linear(64, 64)
+    found = "found keys and values of shapes (1, 2, 8, 16) and (1, 4, 8, 16), needed one shape (B, H, T, D)"
+    assert f"llama, layer 1: {found}" in refusal_of(model)
+
+
+def test_a_layer_that_rotates_at_some_positions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaAttention.forward
+
+    def near_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cos = (kwargs.get("position_embeddings") or args[1])[0]
+        if self.layer_idx != 2 or float(cos[0, 0, 0]) == 1.0:  # at position 0
+            return original(self, *args, **kwargs)
+        function = modeling_llama.apply_rotary_pos_emb
+        modeling_llama.apply_rotary_pos_emb = lambda q, k, *_args, **_kwargs: (q, k)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            modeling_llama.apply_rotary_pos_emb = function
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", near_only)
+    assert "llama, layer 2: it rotates at some positions and not at others" in refusal_of(build(LLAMA))
+
+
+def test_a_decoder_with_cross_attention_layers() -> None:
+    gpt2 = next(family for family in UNLISTED if family.name == "gpt2")
+    message = refusal_of(build(gpt2, add_cross_attention=True))
+    assert message.startswith("gpt2, all layers: cross attention keeps keys and values of an encoder")
+
+
+def test_a_model_without_frequencies_is_not_given_any() -> None:
+    """No theta is ever assumed: a rotating model whose module holds no frequencies is refused."""
+    model = build(LLAMA)
+    tables = model.model.rotary_emb
+    frequencies = tables.inv_freq
+    for name in [name for name in tables._buffers if name.endswith("inv_freq")]:
+        del tables._buffers[name]
+    tables.__dict__["inv_freq"] = frequencies  # a plain attribute, out of sight
+    assert "llama, layer 0: it rotates, but no module of the model holds inverse frequencies (inv_freq)" in refusal_of(model)
 
 
 def test_a_pass_that_fails_is_a_refusal_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,7 @@ FAMILIES = [
     Family("mistral", "mistral", {"sliding_window": None}),
     Family("mistral-window", "mistral", {"sliding_window": 24}, windows=(24, 24, 24)),
     Family("ministral", "ministral", {"head_dim": 16, "rope_theta": 1e4, **_OUTER}, windows=(24, None, 24)),
+    Family("ministral-full", "ministral", {"head_dim": 16, "sliding_window": 24, "layer_types": [_FULL] * 3}),
     Family("gemma2", "gemma2", {"head_dim": 16, "sliding_window": 24}, windows=(24, None, 24), note="soft-capped attention"),
     Family(
         "gemma3",
