@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,33 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
     _compare(spec, "weight_fingerprint", spec.weight_fingerprint, weight_fingerprint(model))
     if tokenizer is not None:
         _compare(spec, "tokenizer_fingerprint", spec.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer))
+
+
+class WeightStamp:
+    """Notices that a checked model is no longer what it was: weights written in place, replaced or moved, an adapter put on.
+
+    Compares no values, only which tensors there are and how often each was written, so it takes a fraction of a millisecond.
+    What is written through ``tensor.data`` is not counted by torch and not noticed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._parts = [(weakref.ref(weight), _state(weight)) for weight in _parameters(model)]
+
+    def holds(self, model: Any) -> bool:
+        """Whether nothing was written since."""
+        weights = _parameters(model)
+        return len(weights) == len(self._parts) and all(
+            kept() is weight and state == _state(weight) for weight, (kept, state) in zip(weights, self._parts, strict=True)
+        )
+
+
+def _parameters(model: Any) -> list[Tensor]:
+    return list(unwrapped(model).parameters())
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """How often it was written, and where it is."""
+    return (0 if weight.is_inference() else weight._version), weight.data_ptr()
 
 
 def _compare(spec: ModelSpec, field: str, needed: object, found: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvfit import cache as caches
 from kvfit.errors import MismatchError
-from kvfit.identity import check_model
+from kvfit.identity import WeightStamp, check_model
 from kvfit.product import CHUNK_TOKENS, Frequencies, Place, map_layers
 from kvfit.spec import KINDS, Kind, MapperSpec
 
@@ -68,8 +68,8 @@ class Mapper:
         self.spec = spec
         self.verdict = verdict
         self._weights = dict(weights)
-        # Models that were checked; weak, because a mapper must not keep a model alive.
-        self._known: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+        # Models that were checked, by role; weak, because a mapper must not keep a model alive.
+        self._known: weakref.WeakKeyDictionary[Any, dict[str, WeightStamp]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._frequencies = Frequencies()
 
@@ -108,7 +108,7 @@ class Mapper:
         }
         moved = Mapper(self.spec, weights, verdict=self.verdict)
         with self._lock:
-            moved._known.update((model, set(roles)) for model, roles in self._known.items())
+            moved._known.update((model, dict(roles)) for model, roles in self._known.items())
         return moved
 
     def bind(self, source_model: Any = None, target_model: Any = None, *, tokenizer: Any = None) -> Mapper:
@@ -132,7 +132,9 @@ class Mapper:
         return self if target_model is None else self.to(caches.layer_devices(target_model, self.spec.target.n_layers))
 
     def check_models(self, source_model: Any = None, target_model: Any = None) -> None:
-        """Check models at first use; models that passed are remembered for as long as they live. Milliseconds, then nothing.
+        """Check models at first use, and again once their weights were written or replaced or an adapter was put on.
+
+        Milliseconds, then a fraction of one. Models that passed are remembered for as long as they live.
 
         Raises:
             MismatchError: names the model and the field that differs.
@@ -141,14 +143,15 @@ class Mapper:
             if model is None:
                 continue
             with self._lock:
-                known = role in self._known.get(caches.unwrapped(model), ())
-            if not known:
+                stamp = self._known.get(caches.unwrapped(model), {}).get(role)
+            if stamp is None or not stamp.holds(model):
                 check_model(spec, model)
                 self._remember(role, model)
 
     def _remember(self, role: str, model: Any) -> None:
+        stamp = WeightStamp(model)
         with self._lock:
-            self._known.setdefault(caches.unwrapped(model), set()).add(role)
+            self._known.setdefault(caches.unwrapped(model), {})[role] = stamp
 
     @torch.no_grad()
     def transfer(

@@ -305,6 +305,46 @@ def test_models_are_checked_once_and_not_kept_alive(target, monkeypatch):
     assert len(mapper._known) == 1
 
 
+def test_a_checked_model_that_changed_is_checked_again(target):
+    mapper, model = identity_mapper(target), copy.deepcopy(target)
+    mapper.check_models(target_model=model)
+    saved = copy.deepcopy(model.state_dict())
+    other = {name: weight * 1.01 for name, weight in saved.items()}
+    # New weights for the same object, as a trainer hands them to the model that it serves from.
+    model.load_state_dict(other)
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="weight_fingerprint"):
+            mapper.check_models(target_model=model)
+    model.load_state_dict(saved)
+    mapper.check_models(target_model=model)
+    # A weight that is another object, and an adapter around a projection.
+    attention = model.model.layers[1].self_attn
+    own = attention.v_proj.weight
+    attention.v_proj.weight = torch.nn.Parameter(own.detach() * 1.01)
+    with pytest.raises(MismatchError, match="weight_fingerprint"):
+        mapper.check_models(target_model=model)
+    attention.v_proj.weight = own
+    mapper.check_models(target_model=model)
+    attention.v_proj = Adapter(attention.v_proj)
+    with pytest.raises(MismatchError, match="weight_fingerprint"):
+        mapper.check_models(target_model=model)
+    attention.v_proj = attention.v_proj.base_layer
+    mapper.check_models(target_model=model.to(torch.float32))
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank addition to a projection, as adapters make it."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, hidden):
+        return self.base_layer(hidden) + self.lora_B(self.lora_A(hidden))
+
+
 def test_the_check_takes_milliseconds(target):
     mapper = identity_mapper(target)
     begun = time.perf_counter()
