@@ -104,8 +104,11 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
     if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
         raise MismatchError(f"--dtype: found {options.dtype!r}, needed auto, float32, bfloat16 or float16")
     location, name, revision = split_ref(ref, revision)
+    if not Path(location).is_dir():
+        with _told_apart(name):
+            revision = _commit(name, revision)
     if tokenizer is None:
-        tokenizer = load_tokenizer(ref, revision, trust_remote_code=options.trust_remote_code)
+        tokenizer = load_tokenizer(location, revision, trust_remote_code=options.trust_remote_code)
     arguments: dict[str, Any] = {"revision": revision, "trust_remote_code": options.trust_remote_code}
     if options.attn_implementation is not None:
         arguments["attn_implementation"] = options.attn_implementation
@@ -117,8 +120,15 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
         )
     if options.device_map is None:
         model = model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    commit = getattr(model.config, "_commit_hash", None)
-    return Loaded(model.eval(), tokenizer, name, commit or revision)
+    return Loaded(model.eval(), tokenizer, name, revision)
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """The commit that a branch or tag of a repository points at now, asked before the weights so that all comes from one."""
+    from huggingface_hub import hf_hub_download
+
+    # In the client's cache, online or not: .../snapshots/COMMIT/config.json.
+    return Path(hf_hub_download(name, "config.json", revision=revision)).parent.name
 
 
 class _told_apart:
