@@ -76,22 +76,22 @@ class Bundle:
         if not folder.is_dir():
             raise BundleError("no such folder")
         # Before anything else: a newer format may differ in all other respects.
-        text = _read_small(folder, "mapper.json")
+        text = manifest.read_small(folder, "mapper.json", MAX_JSON)
         parsed = document.parse("mapper.json", text)
         document.check_version(parsed)
-        digests = manifest.parse(_read_small(folder, manifest.MANIFEST, manifest.MAX_MANIFEST))
+        digests = manifest.parse(manifest.read_small(folder, manifest.MANIFEST, manifest.MAX_MANIFEST))
         manifest.check_folder(folder, digests)
-        _check_digest("mapper.json", hashlib.sha256(text).hexdigest(), digests)
+        manifest.check_digest("mapper.json", hashlib.sha256(text).hexdigest(), digests)
         stamps = {}
         tensors: dict[str, shards.StoredTensor] = {}
         for name in manifest.shard_names(digests):
-            stamps[name] = _stamp(folder / name)
+            stamps[name] = manifest.stamp(folder / name)
             for tensor_name, tensor in shards.read_header(folder / name).items():
                 if tensor_name in tensors:
                     raise BundleError(f"file {name}, tensor {tensor_name[:80]!r}: already in {tensors[tensor_name].file}")
                 tensors[tensor_name] = tensor
             if verify:
-                _check_digest(name, manifest.file_digest(folder / name), digests)
+                manifest.check_digest(name, manifest.file_digest(folder / name), digests)
         spec = document.read_spec(folder, parsed, tensors)
         _check_tensors(spec, tensors)
         return cls(
@@ -150,7 +150,7 @@ class Bundle:
         file = self._tensors[names[0]].file
         path = self.folder / file
         try:
-            if _stamp(path) != self._stamps[file]:
+            if manifest.stamp(path) != self._stamps[file]:
                 raise BundleError(f"bundle {self.folder}: file {file}: changed since the bundle was opened; open it again")
             with safe_open(path, framework="pt", device=str(place)) as stream:
                 stored = [stream.get_tensor(name) for name in names]
@@ -241,7 +241,7 @@ def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
             _check_evaluation(document.parse(name, data))
         if os.path.lexists(path / name):
             manifest.check_regular(path, name)
-    digests = manifest.parse(_read_small(path, manifest.MANIFEST, manifest.MAX_MANIFEST))
+    digests = manifest.parse(manifest.read_small(path, manifest.MANIFEST, manifest.MAX_MANIFEST))
     mark = f".{secrets.token_hex(4)}"
     pending = dict(files)
     updated = digests | {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
@@ -334,28 +334,6 @@ def _check_evaluation(evaluation: dict[str, Any]) -> None:
 
 
 def _read_json(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
-    data = _read_small(folder, name)
-    _check_digest(name, hashlib.sha256(data).hexdigest(), digests)
+    data = manifest.read_small(folder, name, MAX_JSON)
+    manifest.check_digest(name, hashlib.sha256(data).hexdigest(), digests)
     return document.parse(name, data)
-
-
-def _read_small(folder: Path, name: str, limit: int = MAX_JSON) -> bytes:
-    manifest.check_regular(folder, name)
-    with open(folder / name, "rb") as stream:
-        data = stream.read(limit + 1)
-    if len(data) > limit:
-        raise BundleError(f"file {name}: more than {limit} bytes")
-    return data
-
-
-def _check_digest(name: str, found: str, digests: Mapping[str, str]) -> None:
-    if found != digests[name]:
-        raise BundleError(
-            f"file {name}: digest {found[:12]}, {manifest.MANIFEST} says {digests[name][:12]};"
-            " altered or torn, fetch the bundle again"
-        )
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -412,6 +412,43 @@ def push(bundle: str, license_: str | None, any_: bool, as_json: bool, registry:
     _say(verb.push(bundle, license=license_, require="any" if any_ else "pass", registry=place, **values), as_json)
 
 
+@cli.command()
+@click.argument("bundle")
+@click.option("--format", type=click.Choice(["semantic-router"]), required=True, help="The layout to write.")
+@click.option("--out", required=True, type=click.Path(), help="The folder to write; must not exist.")
+@click.option("--bundle-version", default=1, help="Number of this fit of the pair, the end of its mapper id.")
+@click.option("--any", "any_", is_flag=True, help="Export a bundle whose verdict is fail, too.")
+@json_option
+def export(bundle: str, out: str, any_: bool, as_json: bool, **values: Any) -> None:
+    """Write BUNDLE in the layout of another program. Exit 3 when its verdict is fail."""
+    from kvfit import export_bundle as verb
+
+    _say(verb.export_bundle(bundle, out, require="any" if any_ else "pass", **values), as_json)
+
+
+@cli.command("import")
+@click.argument("folder", type=click.Path())
+@click.option("--out", required=True, type=click.Path(), help="The bundle's folder; must not exist.")
+@click.option("--source", help="The source model, for a folder that kvfit did not write.")
+@click.option("--target", help="The target model, for a folder that kvfit did not write.")
+@click.option("--device", help="Where a model is loaded; default: the first GPU, else the CPU.")
+@click.option("--device-map", help="Spread it over devices with accelerate, for example auto.")
+@click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code from the models' repositories.")
+@json_option
+def import_(folder: str, out: str, source: str | None, target: str | None, as_json: bool, **values: Any) -> None:
+    """Make a bundle of FOLDER, a mapper in semantic-router's layout. Its verdict is unknown until it is evaluated.
+
+    A folder that kvfit did not write only names its two models: --source and --target say where to load them from.
+    """
+    from kvfit.fit import import_bundle as verb
+    from kvfit.fit.models import Options
+
+    if (source is None) != (target is None):
+        raise click.UsageError("found one of --source and --target, needed both or neither")
+    _say(verb.import_bundle(folder, out, source=source, target=target, options=Options(**values)), as_json)
+
+
 @cli.command("list")
 @click.option("--source", help="Only mappers from this model.")
 @click.option("--target", help="Only mappers to this model.")

@@ -61,21 +61,23 @@ def read_spec(folder: Path, document: dict[str, Any], tensors: Mapping[str, shar
     return spec
 
 
-def check_version(document: dict[str, Any]) -> None:
+def check_version(document: dict[str, Any], where: str = "file mapper.json") -> None:
     """Refuse a format that this kvfit does not read.
+
+    Args:
+        document: a parsed spec.
+        where: what it was read from, for the message.
 
     Raises:
         BundleError: says which kvfit wrote it.
     """
     version = document.get("format_version")
     if type(version) is not int or version < 1:
-        raise BundleError(
-            f"file mapper.json, field format_version: found {repr(version)[:40]}, needed an integer of at least 1"
-        )
+        raise BundleError(f"{where}, field format_version: found {repr(version)[:40]}, needed an integer of at least 1")
     if version > FORMAT_VERSION:
         writer = repr(document.get("kvfit_version"))[:40]
         raise BundleError(
-            f"file mapper.json, field format_version: found {version}, this kvfit reads up to {FORMAT_VERSION};"
+            f"{where}, field format_version: found {version}, this kvfit reads up to {FORMAT_VERSION};"
             f" kvfit {writer} wrote it and reads it: pip install -U kvfit-mappers"
         )
 

@@ -42,19 +42,20 @@ def weights_digest(digests: Mapping[str, str]) -> str:
     return "sha256:" + hashlib.sha256(lines).hexdigest()
 
 
-def parse(data: bytes) -> dict[str, str]:
-    """Digests by name.
+def entries(data: bytes) -> list[tuple[int, str, str]]:
+    """(line number, digest, name) of every line.
 
     Raises:
-        BundleError: a malformed line, a name that the format does not allow, a name listed twice, a missing file's name.
+        BundleError: a malformed line, or a name listed twice.
     """
-    digests: dict[str, str] = {}
     try:
         lines = data.decode("ascii").split("\n")
     except UnicodeDecodeError:
         raise BundleError(f"file {MANIFEST}: needed ASCII text") from None
     if len(data) > MAX_MANIFEST or lines.pop() != "":
         raise BundleError(f"file {MANIFEST}: {len(data)} bytes, needed at most {MAX_MANIFEST} that end with a line feed")
+    found: list[tuple[int, str, str]] = []
+    names: set[str] = set()
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
         if match is None:
@@ -62,10 +63,23 @@ def parse(data: bytes) -> dict[str, str]:
                 f"file {MANIFEST}, line {number}: found {line[:100]!r}, needed 64 hexadecimal digits, two spaces, a name"
             )
         digest, name = match.groups()
+        if name in names:
+            raise BundleError(f"file {MANIFEST}, line {number}: {name[:100]} is listed twice")
+        names.add(name)
+        found.append((number, digest, name))
+    return found
+
+
+def parse(data: bytes) -> dict[str, str]:
+    """Digests by name.
+
+    Raises:
+        BundleError: a malformed line, a name that the format does not allow, a name listed twice, a missing file's name.
+    """
+    digests: dict[str, str] = {}
+    for number, digest, name in entries(data):
         if not (name in REQUIRED or is_meaning(name) or is_extra(name)):
             raise BundleError(f"file {MANIFEST}, line {number}: the name {name[:100]!r} is not allowed in a bundle")
-        if name in digests:
-            raise BundleError(f"file {MANIFEST}, line {number}: {name} is listed twice")
         digests[name] = digest
     for name in REQUIRED:
         if name not in digests:
@@ -118,6 +132,38 @@ def _is_blob(target: Path, folder: Path) -> bool:
     own = target.parent == repository / "blobs"
     shared = target.parent.parent == repository.parent / "blobs"  # the client's store of content that repositories share
     return folder.parent.name == "snapshots" and (own or shared)
+
+
+def read_small(folder: Path, name: str, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes.
+
+    Raises:
+        BundleError: it is missing, no regular file, or larger.
+    """
+    check_regular(folder, name)
+    with open(folder / name, "rb") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise BundleError(f"file {name}: more than {limit} bytes")
+    return data
+
+
+def check_digest(name: str, found: str, digests: Mapping[str, str]) -> None:
+    """Refuse a file whose digest is not the listed one.
+
+    Raises:
+        BundleError: names the file.
+    """
+    if found != digests[name]:
+        raise BundleError(
+            f"file {name}: digest {found[:12]}, {MANIFEST} says {digests[name][:12]}; altered or torn, fetch the bundle again"
+        )
+
+
+def stamp(path: Path) -> tuple[int, int, int]:
+    """Size, time and number of a file, which change when somebody writes it or puts another in its place."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def file_digest(path: Path) -> str:
