@@ -25,7 +25,7 @@ from kvfit import cache as caches
 from kvfit.errors import KvfitError, MismatchError
 from kvfit.mapper import Mapper
 from kvfit.recompute import guided_tokens
-from kvfit.rewrite import rewrite, whole
+from kvfit.rewrite import refuse_static, rewrite, whole
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,8 @@ class _Mover:
         pairs = [(keys[:, :, :prefix], values[:, :, :prefix]) for keys, values in pairs]
         windowed = any(window is not None for window in mapper.spec.target.windows)
         tokens = self.chosen(wanted, pairs, tail, reused if windowed else 0)
+        if tokens is not None and target_cache is not None:
+            refuse_static(target_cache)
         mapped: list[tuple[Tensor, Tensor]] = []
         with _timed(self.seconds, "transfer"):
             if tail > head:

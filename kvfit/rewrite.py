@@ -15,18 +15,23 @@ from kvfit.cache import base_model, cache_argument, cache_dtype, full_cache, pla
 from kvfit.errors import MismatchError, UnsupportedModelError
 
 
-def whole(cache: Any) -> Any:
-    """A `full_cache` with the same tokens; those that a windowed layer has dropped are zeros and must not be attended to.
+def refuse_static(cache: Any) -> None:
+    """Refuse a cache whose memory is of a fixed length: a token cannot be run again in it.
 
     Raises:
-        MismatchError: a layer's memory is of a fixed length.
+        MismatchError: names the layer.
     """
-    full = full_cache()
     for layer_index, layer in enumerate(cache.layers):
         if "Static" in type(layer).__name__:
             raise MismatchError(
-                f"cache layer {layer_index}: found {type(layer).__name__}, needed a dynamic cache to rewrite tokens"
+                f"cache layer {layer_index}: found {type(layer).__name__}, needed a dynamic cache to run chosen tokens again"
             )
+
+
+def whole(cache: Any) -> Any:
+    """A `full_cache` with the same tokens; those that a windowed layer has dropped are zeros and must not be attended to."""
+    full = full_cache()
+    for layer_index, layer in enumerate(cache.layers):
         if (seen := int(layer.get_seq_length())) == 0:
             continue
         halves = [

@@ -348,3 +348,19 @@ def test_attention_that_cannot_be_seen_is_refused(monkeypatch):
     monkeypatch.setattr("kvfit.recompute._Watch._seen", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"llama, layer 0: found no attention of it"):
         guided_tokens(model, pairs, ids, prefix=10, n_tokens=10, fraction=0.2)
+
+
+def test_a_static_target_cache_is_refused(pair):
+    """Its memory is of a fixed length. Nothing has been changed then; without chosen tokens it is taken."""
+    from transformers import StaticCache
+
+    source, target, mapper = pair
+    ids = tokens(1, 20)
+    static = prefilled(target, ids[:, :6], cache=StaticCache(config=target.config, max_cache_len=40))
+    before = content(static)
+    arguments = {"target_cache": static, "target_ids": ids[:, :6], "exact_tokens": [3, 9]}
+    with pytest.raises(MismatchError, match=r"cache layer 0: found StaticLayer, needed a dynamic cache to run chosen"):
+        handoff(mapper, target, ids, prefilled(source, ids), **arguments)
+    assert same(static, before)
+    moved = handoff(mapper, target, ids, prefilled(source, ids), **{**arguments, "exact_tokens": None})
+    assert (moved.cache is static, moved.n_reused, moved.n_mapped) == (True, 6, 13)
