@@ -112,3 +112,8 @@ def test_a_published_pair_by_name() -> None:
 def test_what_cannot_be_planned_is_named() -> None:
     with pytest.raises(RefError, match="found no such folder"):
         plan("nothing", "qwen3-32b")
+
+
+def test_a_folder_has_no_revision(tiny_pair: tuple[Path, Path]) -> None:
+    with pytest.raises(RefError, match="found revision v1 beside a folder"):
+        plan(str(tiny_pair[0]), str(tiny_pair[1]), revisions=("v1", None))

@@ -55,7 +55,7 @@ def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | No
     """(what to load from, the name to record, the revision) of a ref.
 
     Raises:
-        RefError: an empty ref, an unknown ``demo:`` ref, or two different revisions.
+        RefError: an empty ref, an unknown ``demo:`` ref, a revision of a folder, or two different revisions.
     """
     demo = demo_path(ref)
     if demo is not None:
@@ -64,7 +64,9 @@ def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | No
         return str(demo), ref, None
     folder = Path(ref)
     if folder.is_dir():
-        return str(folder), folder.resolve().name, revision
+        if revision:
+            raise RefError(f"{ref}: found revision {revision} beside a folder, needed none: a folder has no revisions")
+        return str(folder), folder.resolve().name, None
     if not ref or ref.startswith((".", "/", "~")) or ref.count("/") != 1:
         raise RefError(f"{ref!r}: found no such folder, needed a folder, org/name[@revision] or {' or '.join(MODELS)}")
     name, pinned = refs.split_ref(ref)
