@@ -109,8 +109,10 @@ class _Reference:
         last = ids[:, prefix - 1 : prefix]
         said = arms.greedy(pair.target, cache.fresh(pair.target), last, greedy_tokens, self.vocabulary)
         # The arm is run over native's own continuation: up to the first token at which it would have said another, that is
-        # what it would have said by itself.
+        # what it would have said by itself. Native is run over it in the same way: many tokens at a time round otherwise than
+        # one at a time, and in bfloat16 the likeliest token is often a tie.
         self.said = torch.cat([ids[:, :prefix], said.to(ids.device)], 1)
+        self.would = self._logits(pair.target, cache, self.said).argmax(-1) if greedy_tokens else None
 
     def _logits(self, model: Any, cache: arms.Rewindable, ids: Tensor) -> Tensor:
         return arms.continuation_logits(model, cache.fresh(model), ids, self.prefix, self.vocabulary)
@@ -125,9 +127,9 @@ class _Reference:
             parts.kl_tokens.append((ours.exp() * (ours - theirs)).sum(-1).double().clamp(min=0)[None].cpu())
             parts.top1.append((theirs.argmax(-1) == ours.argmax(-1)).double().mean()[None].cpu())
         del found
-        if self.said.shape[1] > self.prefix:
+        if self.would is not None:
             would = self._logits(model, cache, self.said).argmax(-1)
-            same = would == self.said[:, self.prefix :].to(would.device)
+            same = would == self.would.to(would.device)
             parts.greedy.append(same.long().cumprod(1).double().mean(1).cpu())
         else:
             parts.greedy.append(torch.full((len(self.ids),), float("nan"), dtype=torch.float64))
