@@ -197,6 +197,14 @@ def test_the_digest_is_the_same_on_every_version(name: str) -> None:
     assert config_digest(build(BY_NAME[name]).config) == DIGESTS[name]
 
 
+def test_a_model_without_layers_by_name_has_no_identity() -> None:
+    model = build(BY_NAME["qwen3"])
+    model.model.floors = model.model.layers
+    del model.model.layers
+    with pytest.raises(UnsupportedModelError, match="qwen3: found no decoder layers by name, needed their weights"):
+        weight_fingerprint(model)
+
+
 def test_quantisation_is_named(qwen3: Any) -> None:
     class Config:
         quantization_config: Any = None

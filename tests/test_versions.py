@@ -1,6 +1,7 @@
 """The versions of transformers that kvfit says it works on are those that its tests run on."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from zoo import FAMILIES, build
+from zoo import FAMILIES, Tokenizer, build
 
 from kvfit import cache as caches
+from kvfit.errors import MismatchError
+from kvfit.identity import check_model, describe_model
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPECTED = os.environ.get("KVFIT_EXPECT_TRANSFORMERS")
@@ -64,3 +67,22 @@ def test_the_stated_range_is_the_tested_one() -> None:
 
 def test_the_script_names_files_that_exist() -> None:
     assert set(older().TESTS) <= {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+
+
+def test_a_configuration_file_of_version_5_is_right_or_refused(tmp_path: Path) -> None:
+    """Version 4 does not know the name that version 5 writes theta under and takes its default without a word."""
+    import transformers
+    from packaging.version import Version
+
+    model = build(next(family for family in FAMILIES if family.name == "qwen3"))  # theta is a million
+    spec = describe_model(model, Tokenizer(), ref="org/name", revision=None)
+    written = {name: value for name, value in model.config.to_dict().items() if name not in ("rope_theta", "rope_scaling")}
+    written |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "transformers_version": "5.24.0"}
+    (tmp_path / "config.json").write_text(json.dumps(written, default=str), encoding="utf-8")
+    loaded = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    loaded.load_state_dict(model.state_dict())
+    if Version(transformers.__version__).major >= 5:
+        check_model(spec, loaded)
+    else:
+        with pytest.raises(MismatchError, match=r"field rope\.tables\[0\]: found a model with other inverse frequencies"):
+            check_model(spec, loaded)
