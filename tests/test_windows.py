@@ -9,9 +9,11 @@ from torch import Tensor
 from zoo import FAMILIES, VOCABULARY, Family, build
 
 from kvfit import cache as caches
+from kvfit.errors import MismatchError
 from kvfit.fit.activations import Activations
 from kvfit.mapper import Mapper
 
+BY_NAME = {family.name: family for family in FAMILIES}
 WINDOWED = [family for family in FAMILIES if family.windows is not None]
 LENGTH, WINDOW = 60, 24
 
@@ -120,9 +122,29 @@ def test_un_rotated_maps_truncate_what_they_made_and_nothing_else(family: Family
         torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window", "olmo3"])
+def test_a_static_cache_as_the_targets(name: str) -> None:
+    """Made by the caller with room for the answer; windowed static layers keep what they need too."""
+    from transformers import StaticCache
+
+    model, ids = build(BY_NAME[name]), ids_of(LENGTH + 8)
+    static = StaticCache(config=model.config, max_cache_len=LENGTH + 8)
+    source = run(model, ids[:, :LENGTH], caches.full_cache())
+    assert copying_mapper(model).transfer(source, into=static, target_model=model) is static
+    assert caches.cache_length(static) == LENGTH
+    native = run(model, ids[:, :LENGTH], caches.new_cache(model))
+    wanted = caches.forward(model, ids[:, LENGTH:], native)
+    found = caches.forward(model, ids[:, LENGTH:], static)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    small = StaticCache(config=model.config, max_cache_len=LENGTH - 1)
+    if name != "mistral-window":  # whose layers all drop what they do not need, so that there is always room
+        with pytest.raises(MismatchError, match=r"into, layer [01]: found room for 59 tokens, needed 60"):
+            copying_mapper(model).transfer(source, into=small, target_model=model)
+
+
 def test_one_token_too_few_would_be_seen() -> None:
     """The control: the bit check notices a cache that a truncated source would have given."""
-    model, ids = build(next(family for family in WINDOWED if family.name == "gemma3")), ids_of(LENGTH)
+    model, ids = build(BY_NAME["gemma3"]), ids_of(LENGTH)
     native = run(model, ids, caches.new_cache(model))
     short = [(keys[:, :, 1:], values[:, :, 1:]) for keys, values in caches.read_cache(run(model, ids, caches.full_cache()))]
     moved = copying_mapper(model).transfer(cache_of(short), target_model=model)
