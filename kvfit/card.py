@@ -22,11 +22,12 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _ARMS = {
     "native": "the target prefills the whole prefix itself: the ceiling",
     "transfer": "mapped cache alone",
-    "handoff": "mapped cache, first and last tokens run by the target as in use: what is judged",
+    "handoff": "mapped cache with {handoff}, as in use: what is judged",
     "source": "the source goes on by itself: what moving has to beat",
     "raw": "control: the source's cache, unmapped",
     "mean": "control: the mean cache, no context",
     "shuffled": "control: another document's mapped cache",
+    "no_context": "the target without the prefix",
 }
 _METRICS = {"nll": "NLL", "kl": "KL to native", "kl_p95": "KL, 95th percentile", "top1": "top-1 agreement", "recall": "recall"}
 
@@ -143,9 +144,23 @@ def _usage(bundle: Bundle, ref: str | None) -> str:
         "```python\nfrom kvfit import handoff, load_mapper\n\n"
         f"mapper = load_mapper({place})\n"
         f"# source_cache: the cache of {source.ref} over input_ids[:, :-1]; target_model: {target.ref}\n"
-        "moved = handoff(mapper, target_model, input_ids, source_cache, exact_head=1)\n"
+        f"moved = handoff(mapper, target_model, input_ids, source_cache, {_judged(bundle)})\n"
         "target_model.generate(input_ids, past_key_values=moved.cache)\n```"
     )
+
+
+def _judged(bundle: Bundle) -> str:
+    """The arguments of `handoff` that the evaluation judged: with others the verdict says little."""
+    evaluation = bundle.evaluation
+    options = None if evaluation is None else _at(evaluation, "options")
+    found = dict(options) if isinstance(options, dict) else {}
+    numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
+    arguments = [f"exact_head={numbers.get('exact_head', 1)}"]
+    if numbers.get("exact_tail"):
+        arguments.append(f"exact_tail={numbers['exact_tail']}")
+    if numbers.get("recompute"):
+        arguments.append(f"recompute={numbers['recompute']}, guide=source_model")
+    return ", ".join(arguments)
 
 
 def _pair(bundle: Bundle) -> str:
@@ -244,8 +259,9 @@ def _quality(bundle: Bundle) -> str:
     arms = {name: row for name, row in arms.items() if isinstance(row, dict)} if isinstance(arms, dict) else {}
     order = [name for name in _ARMS if name in arms] + sorted(set(arms) - set(_ARMS))
     metrics = [name for name in _METRICS if any(row.get(name) is not None for row in arms.values())]
+    meanings = _ARMS | {"handoff": _ARMS["handoff"].format(handoff=f"`{_judged(bundle)}`")}
     rows = [
-        (f"`{name}`", *(arms[name].get(metric) for metric in metrics), _share(arms[name]), _ARMS.get(name)) for name in order
+        (f"`{name}`", *(arms[name].get(metric) for metric in metrics), _share(arms[name]), meanings.get(name)) for name in order
     ]
     header = ("arm", *(_METRICS[metric] for metric in metrics), "share of gap", "what it is")
     text = f"## Quality\n\nVerdict **{bundle.verdict}**{_reasons(evaluation)}.\n\n" + _table(header, rows)

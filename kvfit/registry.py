@@ -122,7 +122,8 @@ class MapperEntry(_Pinned):
         return document | {"scores": dict(self.scores), "location": self.location}
 
     def __str__(self) -> str:
-        scores = " ".join(f"{name}={value:.4g}" for name, value in self.scores[:3])
+        found = dict(self.scores)
+        scores = " ".join(f"{name}={found[name]:.4g}" for name in ("recall", "share_of_gap", "kl") if name in found)
         pair = f"{self.source.ref} -> {self.target.ref}"
         return f"{self.name}  {pair}  {self.verdict}  {self.nbytes / 1e6:.1f} MB  {scores}".rstrip()
 

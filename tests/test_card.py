@@ -107,6 +107,22 @@ def test_the_lines_of_python_compile():
     assert 'load_mapper("org/mapper")' in code
 
 
+def test_the_lines_of_python_are_what_was_judged(tmp_path):
+    """A map that recalls with guided recompute alone must not be shown without it."""
+    folder = evaluated_bundle(tmp_path / "b")
+    evaluation = dict(Bundle.open(folder).evaluation)
+    evaluation["options"] = {"exact_head": 2, "exact_tail": 16, "recompute": 0.1}
+    add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
+    text = render_card(Bundle.open(folder))
+    arguments = "exact_head=2, exact_tail=16, recompute=0.1, guide=source_model"
+    assert f"handoff(mapper, target_model, input_ids, source_cache, {arguments})" in text
+    assert f"mapped cache with `{arguments}`, as in use" in text
+    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+    evaluation["options"] = {"exact_head": "2) or (", "recompute": True}
+    add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
+    assert "source_cache, exact_head=1)" in render_card(Bundle.open(folder))
+
+
 def test_plots_are_shown(tmp_path):
     folder = make_bundle(tmp_path / "b")
     add_files(folder, {"r2-keys.png": b"\x89PNG"})
