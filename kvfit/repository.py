@@ -31,8 +31,13 @@ class Repository:
             MismatchError: the version exists with other content, or somebody else pushed meanwhile.
             RefError: the repository cannot be reached or written; says why.
         """
-        from huggingface_hub import get_token
+        from huggingface_hub import constants, get_token
 
+        if constants.HF_HUB_OFFLINE:
+            raise RefError(
+                f"{self.name}: found offline mode (HF_HUB_OFFLINE), needed a connection to push to the Hub: unset it, or push to "
+                f"a folder: ./{self.name}"
+            )
         self._validate_card(release)
         head = self._head()
         if head is None:

@@ -463,6 +463,11 @@ def test_a_destination_that_is_neither_repository_nor_folder(bundle, to):
 # -- the registry ----------------------------------------------------------------------------------------------
 
 
+def test_offline_says_how_to_push_to_a_folder(bundle):
+    with pytest.raises(RefError, match=r"org/mapper: found offline mode .* push to a folder: \./org/mapper"):
+        push(bundle, "org/mapper")
+
+
 def test_push_writes_the_entry_to_propose(hub, bundle, tmp_path):
     registry = tmp_path / "registry"
     registry.mkdir()
