@@ -35,8 +35,8 @@ class Repository:
 
         if constants.HF_HUB_OFFLINE:
             raise RefError(
-                f"{self.name}: found offline mode (HF_HUB_OFFLINE), needed a connection to push to the Hub: unset it, or push to "
-                f"a folder: ./{self.name}"
+                f"{self.name}: found offline mode (HF_HUB_OFFLINE), needed a connection to push to the Hub: unset it, or "
+                f"push to a folder: ./{self.name}"
             )
         self._validate_card(release)
         head = self._head()
