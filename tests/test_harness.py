@@ -1,6 +1,8 @@
 """The model for lm-evaluation-harness, on a task that is defined here; no network."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,28 +133,26 @@ def test_the_registry_makes_the_model_from_its_arguments(bundle: Path, tiny_pair
     assert made.model is made.pair.source
 
 
-@pytest.mark.slow  # the harness reads the names of all its own tasks first
-def test_the_command_knows_the_model(
-    bundle: Path, tasks: Path, tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from kvfit.fit.harness import main
+def harness(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as the documentation has it, in a process of its own."""
+    command = [sys.executable, "-m", "kvfit.fit.harness", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
+
+def test_the_command_starts() -> None:
+    done = harness("--help")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "run" in done.stdout
+
+
+@pytest.mark.slow  # the harness reads the names of all its own tasks first
+def test_the_command_knows_the_model(bundle: Path, tasks: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     given = f"bundle={bundle},arm=transfer,source={tiny_pair[0]},target={tiny_pair[1]},dtype=float32"
-    arguments = [
-        "run",
-        "--model",
-        "kvfit",
-        "--model_args",
-        given,
-        "--tasks",
-        "kvfit_choices",
-        "--include_path",
-        str(tasks),
-        "--device",
-        "cpu",
-    ]
-    monkeypatch.setattr("sys.argv", ["lm_eval", *arguments, "--output_path", str(tmp_path / "out")])
-    main()
+    done = harness(
+        "run", "--model", "kvfit", "--model_args", given, "--tasks", "kvfit_choices", "--include_path", str(tasks),
+        "--device", "cpu", "--output_path", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
     results = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("results*.json")]
     assert len(results) == 1
     assert 0 <= results[0]["results"]["kvfit_choices"]["acc,none"] <= 1
