@@ -1,6 +1,7 @@
 """Evaluation against a slow written-out one, and what ends up in the bundle."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,8 @@ from fitted import FLOAT32, fit_tiny, heldout, paired
 
 from kvfit.bundle import Bundle
 from kvfit.cache import cache_argument, new_cache
-from kvfit.errors import MismatchError, TextError
+from kvfit.errors import BundleError, MismatchError, TextError
+from kvfit.fit import evaluate as evaluation
 from kvfit.fit.arms import Rewindable, greedy, prefix_cache, source_pairs
 from kvfit.fit.clock import Effort, crossover, lengths_up_to, timed
 from kvfit.fit.evaluate import Options, evaluate
@@ -280,3 +282,18 @@ def test_a_cache_can_be_used_again(tiny_pair: tuple[Path, Path], load: Loader) -
     assert torch.equal(greedy(target.model, kept.fresh(target.model), ids[:, 20:22], 5), first)
     alone = greedy(target.model, kept.fresh(target.model), ids[:, 20:21], 5)
     assert torch.equal(alone, greedy(target.model, kept.fresh(target.model), ids[:, 20:21], 5))
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    found = evaluation._finite({"a": [float("nan"), 1.5], "b": {"c": float("inf"), "d": None}, "e": (2, "x")})
+    assert found == {"a": [None, 1.5], "b": {"c": None, "d": None}, "e": [2, "x"]}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="everything can be written by root")
+def test_a_bundle_that_cannot_be_written_is_refused_before_anything_runs(bundle: Path) -> None:
+    bundle.chmod(0o555)
+    try:
+        with pytest.raises(BundleError, match="found a folder that cannot be written"):
+            evaluate(bundle, options=SMALL, progress=False)
+    finally:
+        bundle.chmod(0o755)

@@ -18,11 +18,11 @@ from kvfit.fit.diagnose import Diagnosis
 from kvfit.fit.evaluate import Options, evaluate
 from kvfit.fit.solve import solve
 from kvfit.fit.text import TextOptions, documents
-from kvfit.fit.verdict import Thresholds, conclude, control_lead, judge, judge_map
+from kvfit.fit.verdict import Reasons, Thresholds, control_lead, judge, judge_map
 from kvfit.mapper import Mapper
 
 QUICK = Options(
-    prefix=192, continuation=64, documents=6, probes=10, probe_kinds=("names",), greedy=0, diagnose=4, repeats=0, resamples=500
+    prefix=192, continuation=64, documents=8, probes=10, probe_kinds=("names",), greedy=0, diagnose=4, repeats=0, resamples=500
 )  # fmt: skip
 
 
@@ -65,28 +65,49 @@ def recall(able: bool = True, handoff: float = 0.8, shuffled: float = 0.0) -> di
     ],
 )
 def test_each_number_fails_for_its_own_reason(changes: dict[str, Any], reason: str) -> None:
-    failed, unknown = judge(table(**changes), Thresholds(), recall=recall(), at="at 256 tokens: ")
-    assert len(failed) == 1
-    assert failed[0].startswith("at 256 tokens: ")
-    assert reason in failed[0]
-    assert unknown == []
-    assert conclude(failed, unknown)[0] == "fail"
+    found = judge(table(**changes), Thresholds(), recall=recall(), documents=8)
+    assert len(found.failed) == 1
+    assert reason in found.failed[0]
+    assert (found.missing, found.unknown, found.verdict) == ([], [], "fail")
+    both = Reasons()
+    both.add(found, at="at 256 tokens: ")
+    assert both.failed[0].startswith("at 256 tokens: ")
+    assert both.verdict == "fail"
 
 
 def test_a_good_table_passes() -> None:
-    assert judge(table(), Thresholds(), recall=recall()) == ([], [])
-    assert conclude([], []) == ("pass", [])
+    found = judge(table(), Thresholds(), recall=recall(), documents=8)
+    assert (found.verdict, list(found)) == ("pass", [])
 
 
 def test_recall_counts_where_both_models_can() -> None:
-    failed, unknown = judge(table(), Thresholds(), recall=recall(handoff=0.4))
-    assert (failed, unknown) == (["recall of names 0.40, needed 0.50 of the native 0.90"], [])
-    failed, unknown = judge(table(), Thresholds(), recall=recall(able=False, handoff=0.0))
-    assert failed == []
-    assert unknown == ["recall is unknown: the models cannot do the probes (names: source alone recalls 8%)"]
-    assert conclude(failed, unknown) == ("pass", unknown)
-    assert judge(table(), Thresholds())[1] == ["recall is unknown: no probes were asked"]
-    assert "can be guessed" in judge(table(), Thresholds(), recall=recall(shuffled=0.5))[1][0]
+    found = judge(table(), Thresholds(), recall=recall(handoff=0.4), documents=8)
+    assert list(found) == ["recall of names 0.40, needed 0.50 of the native 0.90"]
+    assert found.verdict == "fail"
+    found = judge(table(), Thresholds(), recall=recall(able=False, handoff=0.0), documents=8)
+    assert list(found) == ["recall is unknown: the models cannot do the probes (names: source alone recalls 8%)"]
+    assert found.verdict == "pass"
+    assert "can be guessed" in judge(table(), Thresholds(), recall=recall(shuffled=0.5), documents=8).unknown[0]
+
+
+def test_what_was_not_measured_is_no_pass() -> None:
+    unasked = judge(table(), Thresholds(), documents=8)
+    assert unasked.verdict == "unknown"
+    assert unasked.missing[0].startswith("recall was not measured: no probes were asked")
+    few = judge(table(), Thresholds(), recall=recall(), documents=7)
+    assert (few.verdict, list(few)) == ("unknown", ["only 7 documents, needed 8: give more text or --documents"])
+    # What fails has failed, however little was measured.
+    assert judge(table(handoff={"kl": 0.9}), Thresholds(), documents=2).verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"exact_head": 500}, {"exact_tail": 383}, {"recompute": 0.8}, {"exact_head": 150, "exact_tail": 150}]
+)
+def test_an_arm_that_maps_next_to_nothing_is_not_judged(wrong: dict[str, Any]) -> None:
+    """A map of zeros would pass, by what the target runs itself."""
+    with pytest.raises(MismatchError, match=r"of 383 tokens of context left to the map, needed 25%"):
+        Options(**wrong)
+    Options(recompute=0.7)
 
 
 def test_further_texts_must_lead_over_their_controls() -> None:

@@ -7,6 +7,8 @@ diagnosed; transfer and prefill are timed; and a verdict is bound to the digest 
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from kvfit.bundle import Bundle, add_files
 from kvfit.card import write_card
-from kvfit.errors import MismatchError, TextError
+from kvfit.errors import BundleError, MismatchError, TextError
 from kvfit.fit import arms, models
 from kvfit.fit.arms import Arm
 from kvfit.fit.ask import pooled, recall_table
@@ -32,11 +34,12 @@ from kvfit.fit.recipe import public_name
 from kvfit.fit.report import written
 from kvfit.fit.text import TextOptions, documents, sequences
 from kvfit.fit.turns import drift
-from kvfit.fit.verdict import Thresholds, conclude, control_lead, judge, judge_map
+from kvfit.fit.verdict import Reasons, Thresholds, control_lead, judge, judge_map
 from kvfit.spec import KINDS
 
 __all__ = ["Evaluated", "Options", "Thresholds", "evaluate"]
 
+LEAST_MAPPED = 0.25  # of the context, in the arm that is judged
 # A text that holds probes of its own would ask two things at once.
 PROBE_MARKS = ("[Codes", "[Recall")
 
@@ -105,6 +108,14 @@ class Options:
             raise MismatchError(f"--prefix: found {self.prefix}, needed 2 tokens or more")
         if not 0 <= self.recompute <= 1:
             raise MismatchError(f"--recompute: found {self.recompute}, needed a share between 0 and 1")
+        moved = self.prefixes[0] - 1
+        mapped = (moved - self.exact_head - self.exact_tail) * (1 - self.recompute) / moved
+        if mapped < LEAST_MAPPED:
+            raise MismatchError(
+                f"--exact-head {self.exact_head}, --exact-tail {self.exact_tail}, --recompute {self.recompute:g}: found "
+                f"{max(0.0, mapped):.0%} of {moved} tokens of context left to the map, needed {LEAST_MAPPED:.0%}: the target "
+                "would be judged by what it runs itself"
+            )
         unknown = set(self.probe_kinds) - set(PROBE_KINDS)
         if unknown:
             raise MismatchError(f"--probe-kinds: found {', '.join(sorted(unknown))}, needed some of {', '.join(PROBE_KINDS)}")
@@ -168,6 +179,8 @@ def evaluate(
     text = text or TextOptions(dataset="demo:heldout")
     loading = loading or (models.Options(), models.Options())
     opened = Bundle.open(bundle)
+    if not os.access(opened.folder, os.W_OK):
+        raise BundleError(f"bundle {bundle}: found a folder that cannot be written, needed one for the result: copy the bundle")
     # Text is read before weights are loaded, so that too little of it is found out at once.
     tokenizer = models.load_tokenizer(
         target or opened.spec.target.ref,
@@ -196,11 +209,20 @@ def evaluate(
     report["text"] = public_name(text.dataset)
     for name, other in (texts or {}).items():
         report["texts"][name]["text"] = public_name(other.dataset)
-    data = json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    data = json.dumps(_finite(report), indent=2, sort_keys=True, allow_nan=False) + "\n"
     files = {"evaluation.json": data.encode(), "evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
     add_files(opened.folder, files)
     write_card(opened.folder)
     return Evaluated(opened.folder, report)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have: a mean over nothing must not lose an hour's measurements."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _documents(text: TextOptions, tokenizer: Any, length: int, count: int) -> Tensor:
@@ -237,8 +259,7 @@ class _Measured:
         options = self.options
         thresholds = options.thresholds
         longest = options.prefixes[-1]
-        failed: list[str] = []
-        unknown: list[str] = []
+        reasons = Reasons()
         by_prefix: dict[str, Any] = {}
         for prefix, ids in read.items():
             recalled = self.recall(prefix, fillers)
@@ -248,27 +269,24 @@ class _Measured:
                 "documents": len(ids),
             }
             at = f"at {prefix} tokens: " if len(read) > 1 else ""
-            reasons = judge(by_prefix[str(prefix)]["arms"], thresholds, recall=recalled, at=at)
-            failed += reasons[0]
-            unknown += reasons[1]
+            reasons.add(judge(by_prefix[str(prefix)]["arms"], thresholds, recall=recalled, documents=len(ids)), at)
         diagnosis = self.diagnosis(read[longest], longest)
         if diagnosis is None:
-            unknown.append("layers were not diagnosed")
+            reasons.missing.append("layers were not diagnosed")
         else:
             inputs = max(opened.spec.input_width(kind, i) for kind in KINDS for i in range(opened.spec.target.n_layers))
-            failed = judge_map(diagnosis, opened.solve, inputs, thresholds) + failed
+            reasons.failed[:0] = judge_map(diagnosis, opened.solve, inputs, thresholds)
         apart: dict[str, Any] = {}
         for name, ids in further.items():
             table = self.arms(ids, longest, {})
             elsewhere = self.diagnosis(ids, longest)
             apart[name] = {"arms": table, "layers": [] if elsewhere is None else elsewhere.layers, "documents": len(ids)}
-            failed += [f"on {name}: {reason}" for reason in control_lead(table, thresholds)]
-        verdict, reasons_given = conclude(failed, unknown)
+            reasons.failed += [f"on {name}: {reason}" for reason in control_lead(table, thresholds)]
         ids = read[longest]
         return {
             "weights_digest": opened.weights_digest,
-            "verdict": verdict,
-            "reasons": reasons_given,
+            "verdict": reasons.verdict,
+            "reasons": list(reasons),
             "arms": by_prefix[str(longest)]["arms"],
             "recall": by_prefix[str(longest)]["recall"],
             "prefixes": by_prefix,

@@ -6,8 +6,8 @@ number is low. `docs/guides/evaluate.md` explains the defaults.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class Thresholds:
         correlation: least mean correlation between the map's outputs and the layers that they resemble most.
         rotated_margin: most that the explained variance of keys may gain when the map is applied to rotated keys.
         tokens_per_input: least tokens that were fitted per input of the widest map.
+        documents: least documents for a verdict other than fail: over fewer an interval says nothing.
     """
 
     share_of_gap: float = 0.25
@@ -52,6 +53,7 @@ class Thresholds:
     correlation: float = 0.3
     rotated_margin: float = 0.1
     tokens_per_input: float = 3.0
+    documents: float = 8.0
 
     @classmethod
     def changed(cls, values: Mapping[str, str]) -> Thresholds:
@@ -60,7 +62,7 @@ class Thresholds:
         Raises:
             MismatchError: no such threshold, or no number.
         """
-        names = [field.name for field in fields(cls)]
+        names = [one.name for one in fields(cls)]
         numbers = {}
         for name, value in values.items():
             try:
@@ -72,33 +74,64 @@ class Thresholds:
         return cls(**numbers)
 
 
-def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, at: str = "") -> tuple[list[str], list[str]]:
-    """What fails and what stays unknown in one table of arms.
+@dataclass
+class Reasons:
+    """Why a verdict is what it is.
+
+    Attributes:
+        failed: what is not good enough.
+        missing: what was not measured and a verdict needs: without it a bundle cannot pass.
+        unknown: what could not be found out with these models, and does not keep a bundle from passing.
+    """
+
+    failed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def add(self, other: Reasons, at: str = "") -> None:
+        """Take in others, with `at` put before each to say which prefix length or text it is about."""
+        for name in ("failed", "missing", "unknown"):
+            getattr(self, name).extend(at + reason for reason in getattr(other, name))
+
+    @property
+    def verdict(self) -> Verdict:
+        """Fail where anything fails, else unknown where a measurement is missing, else pass."""
+        return "fail" if self.failed else "unknown" if self.missing else "pass"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.failed, *self.missing, *self.unknown))
+
+
+def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, documents: int) -> Reasons:
+    """What fails, is missing or stays unknown in one table of arms.
 
     The arm that is judged is `handoff`, because that is what runs in use.
 
     Args:
         table: arms as in `evaluation.json`.
         thresholds: see there.
-        recall: probe kinds as in `evaluation.json`; without it, recall is unknown.
-        at: put before each reason, to say which prefix length or text it is about.
-
-    Returns:
-        Reasons to fail, and reasons why something is unknown.
+        recall: probe kinds as in `evaluation.json`; without it, recall was not measured.
+        documents: that the table is about.
     """
-    failed, unknown = _likelihood(table, thresholds), []
+    found = Reasons(_likelihood(table, thresholds))
+    if documents < thresholds.documents:
+        found.missing.append(f"only {documents} documents, needed {thresholds.documents:g}: give more text or --documents")
     able = {kind: entry for kind, entry in (recall or {}).items() if entry["able"]}
-    if not able:
-        why = "; ".join(f"{kind}: {entry['reason']}" for kind, entry in (recall or {}).items())
-        unknown.append("recall is unknown: " + (f"the models cannot do the probes ({why})" if why else "no probes were asked"))
+    if not recall:
+        found.missing.append("recall was not measured: no probes were asked, or the text has no two documents to hide them in")
+    elif not able:
+        why = "; ".join(f"{kind}: {entry['reason']}" for kind, entry in recall.items())
+        found.unknown.append(f"recall is unknown: the models cannot do the probes ({why})")
     for kind, entry in able.items():
         native, moved = (entry["arms"][arm]["recall"] for arm in ("native", "handoff"))
         if moved < thresholds.recall * native:
-            failed.append(f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}")
+            found.failed.append(f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}")
         guessed = entry["arms"]["shuffled"]["recall"]
         if guessed > thresholds.recall_shuffled:
-            unknown.append(f"recall of {kind} is unknown: another document's cache answers {guessed:.0%}, so it can be guessed")
-    return [at + reason for reason in failed], [at + reason for reason in unknown]
+            found.unknown.append(
+                f"recall of {kind} is unknown: another document's cache answers {guessed:.0%}, so it can be guessed"
+            )
+    return found
 
 
 def _likelihood(table: Table, thresholds: Thresholds) -> list[str]:
@@ -191,8 +224,3 @@ def _dropped(found: Diagnosis, solve: Mapping[str, Any], thresholds: Thresholds)
                 f"most {thresholds.explained_drop:.2f}: the text is unlike the calibration text, or the map is another one"
             )
     return failed
-
-
-def conclude(failed: list[str], unknown: list[str]) -> tuple[Verdict, list[str]]:
-    """The verdict and all reasons: what is unknown does not fail a bundle, but is said."""
-    return ("fail" if failed else "pass"), failed + unknown
