@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit.decoder import family, layer_devices, unwrapped
+from kvfit.decoder import configured_heads, family, layer_devices, text_config, unwrapped
 from kvfit.errors import MismatchError, UnsupportedModelError
 
 __all__ = [
     "append",
     "cache_argument",
     "cache_length",
+    "check_cache",
+    "check_finite",
     "crop",
     "forward",
     "full_cache",
@@ -224,6 +226,60 @@ def layer_states(cache: Any) -> list[LayerState]:
     return states
 
 
+def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
+    """Refuse a cache that another model has filled: by layers, heads and head size, as far as the configuration says them.
+
+    Raises:
+        MismatchError: names what differs.
+    """
+    held = [state for state in layer_states(cache) if state.length]
+    if not held:
+        return
+    # Layers that use an earlier one's keys come last and may have no place in a cache that grew as it was filled.
+    own = [index for index, layer in enumerate(new_cache(model).layers) if type(layer).__name__ != "DummyLayer"]
+    least = own[-1] + 1 if own else int(text_config(model).num_hidden_layers)
+    most = max(least, int(text_config(model).num_hidden_layers))
+    found = len(cache.layers)
+    advice = "a cache that this model has filled, or that was mapped for it"
+    if not least <= found <= most:
+        raise MismatchError(f"{name}: found {found} layers, needed {least} as {family(model)} has: {advice}")
+    heads, head_dim = configured_heads(model)
+    for layer_index, state in enumerate(layer_states(cache)):
+        if state.keys is None:
+            continue
+        for what, size, needed in (
+            ("heads", state.keys.shape[1], heads),
+            ("features of a head", state.keys.shape[3], head_dim),
+        ):
+            if needed is not None and size != needed:
+                raise MismatchError(f"{name}, layer {layer_index}: found {size} {what}, needed {needed}: {advice}")
+
+
+def check_finite(cache: Any, name: str = "cache") -> None:
+    """Refuse NaN and infinity. Waits once for every device that holds a layer.
+
+    A sum is finite only where all its terms are, and takes one reading; float32 holds the sum of any float16 cache.
+
+    Args:
+        cache: as for `read_cache`.
+        name: what to call it.
+
+    Raises:
+        MismatchError: names the first layer and kind.
+    """
+    pairs = read_cache(cache)
+    sums: dict[torch.device, list[Tensor]] = {}
+    for pair in pairs:
+        for half in pair:
+            sums.setdefault(half.device, []).append(half.sum(dtype=torch.promote_types(half.dtype, torch.float32)))
+    if all(bool(torch.stack(parts).isfinite().all()) for parts in sums.values()):
+        return
+    for layer_index, pair in enumerate(pairs):
+        for kind, half in zip(("keys", "values"), pair, strict=True):
+            if not bool(half.isfinite().all()):
+                raise MismatchError(f"{name}, {kind} of layer {layer_index}: found NaN or infinity, needed finite numbers")
+
+
 def cache_dtype(model: Any) -> torch.dtype:
     """The dtype that a model's keys and values have: that of its floating-point weights."""
     dtype = getattr(unwrapped(model), "dtype", None)
@@ -351,8 +407,12 @@ def generate(model: Any, input_ids: Tensor, cache: Any, **kwargs: Any) -> Any:
 
     Raises:
         MismatchError: the cache holds the whole prompt or more (`generate` would feed the prompt again, without an error),
-            or the mask is not as long as the prompt.
+            or is another model's, by layers, heads or head size; `input_ids` is no (B, S) tensor, or the mask not as long.
     """
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise MismatchError(f"input_ids: found {found}, needed a tensor (B, S), the whole prompt")
+    check_cache(model, cache)
     held, length = cache_length(cache), input_ids.shape[1]
     if held >= length:
         raise MismatchError(

@@ -25,6 +25,17 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def configured_heads(model: Any) -> tuple[int | None, int | None]:
+    """Key/value heads and features of each, where the configuration has one number of each for all layers; else None."""
+    config = text_config(model)
+    values = config.to_dict()
+    heads = {value for name, value in values.items() if name.endswith("key_value_heads") and isinstance(value, int)}
+    sizes = {value for name, value in values.items() if name.endswith("head_dim") and isinstance(value, int)}
+    if not sizes and heads:  # what every family does that leaves it out
+        sizes = {config.hidden_size // config.num_attention_heads}
+    return (heads.pop() if len(heads) == 1 else None), (sizes.pop() if len(sizes) == 1 else None)
+
+
 def family(model: Any) -> str:
     """Transformers' ``model_type``, or the class name of what has none."""
     return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvfit import manifest
 from kvfit.bundle import Bundle
-from kvfit.errors import BundleError, GateError, KvfitError, RefError
-from kvfit.refs import is_path, is_repository, published_versions, split_ref
+from kvfit.errors import BundleError, GateError, KvfitError, MismatchError, RefError
+from kvfit.refs import is_path, is_repository, is_version, published_versions, split_ref
 from kvfit.registry import find_mapper
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def load_mapper(
     dtype: torch.dtype | None = None,
     local_files_only: bool = False,
     require: Literal["pass", "any"] = "pass",
+    registry: str | Path | None = None,
 ) -> Mapper:
     """Load a mapper.
 
@@ -38,30 +39,33 @@ def load_mapper(
         ref: a folder, or ``org/name`` or ``org/name@revision`` on the Hub. None to look up `source` and `target`.
         source: ref of the source model, for the registry.
         target: ref of the target model, for the registry.
-        revision: tag, branch or commit hash; for a folder of published versions, the version.
+        revision: tag, branch or commit hash; for a folder of published versions, the version. Without it a folder gives its
+            latest version (v2, 1.1): of a folder whose bundles have other names, one must be named.
         device: where the weights go; the CPU by default.
         dtype: of the weights in memory; as stored by default.
         local_files_only: never ask the Hub; what was fetched before is found by tag and by hash. So it is too with
             ``HF_HUB_OFFLINE=1``.
         require: ``pass`` refuses a mapper whose evaluation failed; ``any`` loads it.
+        registry: the folder of a registry of one's own to look `source` and `target` up in.
 
     Raises:
         RefError: nothing is found under the ref, or it cannot be reached; names the repository and says which.
         BundleError: a bundle that is torn, altered or hostile.
         GateError: a mapper whose verdict is ``fail``.
+        MismatchError: `require` is neither, or `device` or `dtype` is none of this machine's or torch's.
     """
     if require not in ("pass", "any"):
-        raise ValueError(f"require: found {require!r}, needed 'pass' or 'any'")
+        raise MismatchError(f"require: found {require!r}, needed 'pass' or 'any'")
     pinned = None
     if ref is None:
         if source is None or target is None:
             raise RefError("load_mapper: found no ref, needed a ref, or both source= and target=")
-        entry = find_mapper(source, target)
+        entry = find_mapper(source, target, folder=None if registry is None else Path(registry).expanduser())
         ref = entry.location
         pinned = entry.weights_digest if revision is None else None
         revision = revision or entry.pin
-    elif source is not None or target is not None:
-        raise RefError(f"load_mapper: found both the ref {str(ref)!r} and source= or target=, needed one of the two")
+    elif source is not None or target is not None or registry is not None:
+        raise RefError(f"load_mapper: found both the ref {str(ref)!r} and source=, target= or registry=, needed one of the two")
     bundle = Bundle.open(resolve(ref, revision, local_files_only))
     if pinned is not None and bundle.weights_digest != pinned:
         raise BundleError(
@@ -104,6 +108,8 @@ def resolve(ref: str | Path, revision: str | None = None, local_files_only: bool
     Raises:
         RefError: nothing is there; the repository is missing, private or gated; the revision is missing; or offline.
     """
+    if not isinstance(ref, str | Path) or not str(ref).strip():
+        raise RefError(f"ref: found {ref!r}, needed a folder, or org/name or org/name@revision on the Hub")
     if isinstance(ref, Path) or Path(ref).expanduser().is_dir():
         return _resolve_folder(Path(ref).expanduser(), revision)
     name, found = split_ref(ref)
@@ -129,7 +135,13 @@ def _resolve_folder(folder: Path, revision: str | None) -> Path:
         raise RefError(f"{folder}: no mapper.json and no published versions in it; needed a bundle")
     if revision is not None and revision not in tags:
         raise RefError(f"{folder}: no version {revision!r}; there are {', '.join(tags)}")
-    return folder / (revision or tags[-1])
+    versions = [tag for tag in tags if is_version(tag)]
+    if revision is None and not versions:
+        raise RefError(
+            f"{folder}: found bundles whose names are no versions ({', '.join(tags)}), needed the name of one:"
+            f" {folder / tags[0]}, or revision={tags[0]!r}"
+        )
+    return folder / (revision or versions[-1])
 
 
 def _resolve_repository(name: str, revision: str | None, local_files_only: bool) -> Path:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvfit import cache as caches
 from kvfit.decoder import family, layer_path, loaded_tensor, text_config, unwrapped
 from kvfit.errors import MismatchError, UnsupportedModelError
-from kvfit.probe import probe, rotary_tables
+from kvfit.probe import frequency_dtype, probe, rotary_tables
 from kvfit.spec import ModelSpec
 
 _SAMPLES = 64
@@ -68,6 +68,7 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
     Raises:
         MismatchError: names the field.
     """
+    require_model(model, f"model for {spec.ref}")
     model = unwrapped(model)
     config = text_config(model)
     _compare(spec, "family", spec.family, family(model))
@@ -80,6 +81,12 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
     tables = rotary_tables(model)
     for index, table in enumerate(spec.rope.tables):
         if (table.inverse_frequencies, table.attention_scaling) not in tables:
+            cast = frequency_dtype(model)
+            if cast is not None:
+                raise MismatchError(
+                    f"field rope.tables[{index}]: found inverse frequencies rounded to {cast}, needed torch.float32: load the "
+                    "model with from_pretrained(dtype=...) instead of casting it afterwards"
+                )
             raise MismatchError(
                 f"field rope.tables[{index}]: found a model with other inverse frequencies or attention scaling, needed those "
                 f"of {spec.ref}: load it with its own configuration, and with a transformers that is new enough to read that"
@@ -88,7 +95,33 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
     _compare(spec, "quantisation", spec.quantisation, quantisation(model.config))
     _compare(spec, "weight_fingerprint", spec.weight_fingerprint, weight_fingerprint(model))
     if tokenizer is not None:
-        _compare(spec, "tokenizer_fingerprint", spec.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer))
+        check_tokenizer(spec, tokenizer)
+
+
+def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
+    """Refuse a tokenizer that is not the one of the model that a spec describes.
+
+    Raises:
+        MismatchError: it is another, or none.
+    """
+    if not callable(getattr(tokenizer, "get_vocab", None)):
+        raise MismatchError(
+            f"tokenizer: found {type(tokenizer).__name__}, needed a loaded tokenizer: AutoTokenizer.from_pretrained(...)"
+        )
+    _compare(spec, "tokenizer_fingerprint", spec.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer))
+
+
+def require_model(model: Any, name: str) -> None:
+    """Refuse what is no loaded model of transformers, such as its name.
+
+    Raises:
+        MismatchError: says what it is.
+    """
+    inner = unwrapped(model)
+    if not isinstance(inner, torch.nn.Module) or not hasattr(inner, "config"):
+        raise MismatchError(
+            f"{name}: found {type(inner).__name__}, needed a loaded model: AutoModelForCausalLM.from_pretrained(...)"
+        )
 
 
 class WeightStamp:
@@ -118,9 +151,24 @@ def _state(weight: Tensor) -> tuple[int, int]:
     return (0 if weight.is_inference() else weight._version), weight.data_ptr()
 
 
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
 def _compare(spec: ModelSpec, field: str, needed: object, found: object) -> None:
     if needed != found:
-        raise MismatchError(f"field {field}: found {found}, needed {needed} as {spec.ref} had when the map was fitted")
+        at = f"{spec.ref}@{spec.revision[:12]}" if spec.revision else spec.ref
+        advice = {
+            "tokenizer_fingerprint": f"use the tokenizer of {at}",
+            "weight_fingerprint": f"load the weights of {at} (not in float16 if they are bfloat16), or fit a mapper for these",
+        }.get(field, f"load {at} with its own configuration, or fit a mapper for this model")
+        raise MismatchError(
+            f"field {field}: found {_short(found)}, needed {_short(needed)} as {spec.ref} had when the map was fitted: {advice}"
+        )
+
+
+def _short(value: object) -> str:
+    """A digest by its first digits, which are enough to tell two apart."""
+    return str(value)[:12] if isinstance(value, str) and _DIGEST.fullmatch(value) else str(value)
 
 
 def _configured_heads(config: Any) -> tuple[int | None, int | None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvfit import cache as caches
 from kvfit.errors import MismatchError
-from kvfit.identity import WeightStamp, check_model
+from kvfit.identity import WeightStamp, check_model, check_tokenizer, require_model
 from kvfit.product import CHUNK_TOKENS, Frequencies, Place, map_layers
 from kvfit.spec import KINDS, Kind, MapperSpec
 
@@ -77,7 +77,12 @@ class Mapper:
     def from_bundle(
         cls, bundle: Bundle, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Mapper:
-        """The mapper of an opened bundle, its layers read straight to `device` in `dtype` (default: as stored, on the CPU)."""
+        """The mapper of an opened bundle, its layers read straight to `device` in `dtype` (default: as stored, on the CPU).
+
+        Raises:
+            MismatchError: `device` or `dtype` cannot be had.
+        """
+        _require_place(device, dtype)
         weights = {
             (layer.kind, layer.layer_index): bundle.layer(layer.kind, layer.layer_index, device=device, dtype=dtype)
             for layer in bundle.spec.layers
@@ -97,11 +102,17 @@ class Mapper:
         return sum(tensor.nbytes for pair in self._weights.values() for tensor in pair)
 
     def to(self, device: torch.device | str | Sequence[torch.device] | None = None, dtype: torch.dtype | None = None) -> Mapper:
-        """A mapper with its weights elsewhere; a sequence of devices gives one per target layer."""
+        """A mapper with its weights elsewhere; a sequence of devices gives one per target layer.
+
+        Raises:
+            MismatchError: a device that cannot be had here, or a dtype that is not floating.
+        """
         n_layers = self.spec.target.n_layers
-        devices = [device] * n_layers if device is None or isinstance(device, str | torch.device) else list(device)
+        devices = list(device) if isinstance(device, Sequence) and not isinstance(device, str) else [device] * n_layers
         if len(devices) != n_layers:
             raise MismatchError(f"device: found {len(devices)} devices, needed one, or {n_layers}: one per target layer")
+        for each in devices:
+            _require_place(each, dtype)
         weights = {
             key: (weight.to(device=devices[key[1]], dtype=dtype), bias.to(device=devices[key[1]], dtype=dtype))
             for key, (weight, bias) in self._weights.items()
@@ -117,7 +128,7 @@ class Mapper:
         Args:
             source_model: the loaded source, or None when it runs elsewhere.
             target_model: the loaded target, or None.
-            tokenizer: the tokenizer in use, checked too when given.
+            tokenizer: the tokenizer in use, checked too when given, against the models that are given or else both.
 
         Returns:
             This mapper, with weights on the target's devices.
@@ -127,8 +138,11 @@ class Mapper:
         """
         for role, spec, model in (("source", self.spec.source, source_model), ("target", self.spec.target, target_model)):
             if model is not None:
+                require_model(model, f"{role}_model")
                 check_model(spec, model, tokenizer)
                 self._remember(role, model)
+            elif tokenizer is not None and source_model is None and target_model is None:
+                check_tokenizer(spec, tokenizer)
         return self if target_model is None else self.to(caches.layer_devices(target_model, self.spec.target.n_layers))
 
     def check_models(self, source_model: Any = None, target_model: Any = None) -> None:
@@ -142,6 +156,7 @@ class Mapper:
         for role, spec, model in (("source", self.spec.source, source_model), ("target", self.spec.target, target_model)):
             if model is None:
                 continue
+            require_model(model, f"{role}_model")
             with self._lock:
                 stamp = self._known.get(caches.unwrapped(model), {}).get(role)
             if stamp is None or not stamp.holds(model):
@@ -165,6 +180,9 @@ class Mapper:
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> Any:
         """The target's cache for the tokens of a source cache.
+
+        NaN and infinity in the source's cache go through unnoticed, because looking for them would wait for the device.
+        `handoff` looks; ``kvfit.cache.check_finite(cache)`` does for who calls this.
 
         Args:
             source_cache: the source's cache, T tokens, per layer keys and values (B, H_source, T, D_source); never changed.
@@ -257,30 +275,43 @@ class Mapper:
             raise MismatchError(f"into: found {held} tokens, needed at most the {total} of the source cache: crop it first")
         return held
 
-    def check_into(self, into: Any, batch: int, total: int, *, layers: Sequence[int] | None = None) -> int:
+    def check_into(self, into: Any, batch: int, total: int, *, layers: Sequence[int] | None = None, name: str = "into") -> int:
         """Refuse a cache that is not the target's or has no room for `total` tokens; the number of tokens that it holds.
+
+        Args:
+            into: the cache.
+            batch: sequences that it must have.
+            total: tokens that it must have room for.
+            layers: the target layers that it is asked for; default all.
+            name: what to call it.
 
         Raises:
             MismatchError: names the layer and what differs.
         """
         target = self.spec.target
         states = caches.layer_states(into)
-        if len(states) > target.n_layers:
-            raise MismatchError(f"into: found {len(states)} layers, needed {target.n_layers} as {target.ref} has")
+        n_filled = sum(state.length > 0 for state in states)
+        if len(states) > target.n_layers or (layers is None and 0 < n_filled < target.n_layers):
+            n_found = f"{len(states)} layers" if len(states) > target.n_layers else f"{n_filled} layers with tokens"
+            raise MismatchError(
+                f"{name}: found {n_found}, needed {target.n_layers} as {target.ref} has: pass a cache of the target's own, "
+                "not the source's"
+            )
         lengths = set()
         for layer_index in range(target.n_layers) if layers is None else layers:
             state = states[layer_index] if layer_index < len(states) else None
             lengths.add(0 if state is None else state.length)
             if state is None:
                 continue
+            where = f"{name}, layer {layer_index}"
             if state.keys is not None:
                 found, needed = (*state.keys.shape[:2], state.keys.shape[3]), (batch, target.n_heads, target.head_dim)
                 if found != needed:
-                    raise MismatchError(f"into, layer {layer_index}: found batch, heads and head size {found}, needed {needed}")
+                    raise MismatchError(f"{where}: found batch, heads and head size {found}, needed {needed}")
             if state.capacity is not None and total > state.capacity:
-                raise MismatchError(f"into, layer {layer_index}: found room for {state.capacity} tokens, needed {total}")
+                raise MismatchError(f"{where}: found room for {state.capacity} tokens, needed {total}")
         if len(lengths) > 1:
-            raise MismatchError(f"into: found layers of {sorted(lengths)} tokens, needed one length")
+            raise MismatchError(f"{name}: found layers of {sorted(lengths)} tokens, needed one length")
         return lengths.pop() if lengths else 0
 
     def _chosen(self, layers: Iterable[int] | None) -> list[int]:
@@ -320,6 +351,19 @@ class Mapper:
             {i: places[i] for i in chosen},
             chunk_tokens,
         )
+
+
+def _require_place(device: Any, dtype: Any) -> None:
+    """Refuse a device that cannot be had, before any weight is moved."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise MismatchError(f"dtype: found {dtype!r}, needed one of {', '.join(map(str, _DTYPES))}")
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (TypeError, RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
+        reason = " ".join(str(error).split()).partition(". ")[0][:120]
+        raise MismatchError(f"device: found {device!r}, needed one that torch has here, such as 'cpu' ({reason})") from None
 
 
 def _rebuilt(spec: MapperSpec, weights: Weights, verdict: Verdict) -> Mapper:

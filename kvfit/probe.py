@@ -120,6 +120,15 @@ def rotary_tables(model: Any) -> list[tuple[tuple[float, ...], float]]:
     return found
 
 
+def frequency_dtype(model: Any) -> torch.dtype | None:
+    """The dtype that a whole model was cast to, its inverse frequencies included; None where they are as they should be.
+
+    `from_pretrained(dtype=...)` keeps them in float32; ``model.half()`` and ``model.to(torch.bfloat16)`` round them.
+    """
+    narrow = (value.dtype for _, _, value in _frequency_buffers(model) if value.dtype in (torch.float16, torch.bfloat16))
+    return next(narrow, None)
+
+
 def _frequency_buffers(model: Any) -> Iterator[tuple[Any, str, Tensor]]:
     for module in model.modules():
         for name, value in module._buffers.items():

@@ -11,6 +11,7 @@ from kvfit.errors import RefError
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _NUMBERED = re.compile(r"v(\d{1,9})", re.ASCII)
+_VERSION = re.compile(r"v?\d{1,9}(\.\d{1,9}){0,9}", re.ASCII)
 
 
 def split_ref(ref: str) -> tuple[str, str | None]:
@@ -42,10 +43,17 @@ def is_tag(tag: str) -> bool:
     return _TAG.fullmatch(tag) is not None and ".." not in tag
 
 
-def version_key(tag: str) -> tuple[int, int, str]:
-    """Sorts tags: other names first, then v1, v2, ... by number."""
-    match = _NUMBERED.fullmatch(tag)
-    return (1, int(match.group(1)), "") if match else (0, 0, tag)
+def is_version(name: str) -> bool:
+    """Whether a name says by its form that it is a version with later and earlier ones: ``v1``, ``2``, ``1.0``, ``v1.10.2``."""
+    return _VERSION.fullmatch(name) is not None
+
+
+def version_key(tag: str) -> tuple[int, tuple[int, ...], str]:
+    """Sorts tags: other names first, then 1.0, 1.1, ..., then v1, v2, ... (what `next_version` makes), all by number."""
+    if not is_version(tag):
+        return 0, (), tag
+    numbers = tuple(int(part) for part in tag.removeprefix("v").split("."))
+    return (2 if _NUMBERED.fullmatch(tag) else 1), numbers, ""
 
 
 def next_version(tags: list[str]) -> str:
@@ -55,6 +63,6 @@ def next_version(tags: list[str]) -> str:
 
 
 def published_versions(folder: Path) -> list[str]:
-    """The versions in a folder that bundles were published to, oldest first; v2 comes before v10."""
+    """The bundles in a folder, in the order of their versions, oldest first: v2 comes before v10."""
     found = [entry.name for entry in folder.iterdir() if is_tag(entry.name) and (entry / "mapper.json").is_file()]
     return sorted(found, key=version_key)

@@ -21,6 +21,7 @@ from kvfit import cache as caches
 from kvfit import handoff
 from kvfit.errors import MismatchError
 from kvfit.fit import models
+from kvfit.mapper import Mapper
 
 
 @pytest.fixture(scope="module")
@@ -235,10 +236,10 @@ def refusals(pair):
     yield (ids, caches.read_cache(good)[:2], {}, "source cache: found 2 layers")
     yield (ids, prefilled(target, ids), {}, "source cache: found 4 layers")
     yield (ids, caches.full_cache(), {}, "found no tokens")
-    yield (ids, good, {"exact_head": -1}, "exact_head, exact_tail: found -1, 0")
+    yield (ids, good, {"exact_head": -1}, "exact_head: found -1")
     yield (ids, good, {"attention_mask": torch.ones(2, 11)}, r"attention_mask: found shape \(2, 11\)")
     yield (ids, good, {"attention_mask": torch.tensor([[1] * 11 + [0]] * 2)}, "padding after a token")
-    yield (ids, good, {"attention_mask": torch.zeros(2, 12)}, "padding after a token")
+    yield (ids, good, {"attention_mask": torch.tensor([[1] * 12, [0] * 12])}, "found row 1 without a token, needed one or more")
     yield (ids, good, {"recompute": 0.1}, "recompute=0.1: found no guide")
     yield (ids, good, {"recompute": 1.5, "guide": source}, "recompute: found 1.5")
     yield (ids, good, {"recompute": 0.1, "guide": target}, "field n_layers: found 4, needed 3")
@@ -249,7 +250,12 @@ def refusals(pair):
     yield (ids, good, {"exact_tokens": torch.zeros(3, 2, dtype=torch.long)}, r"exact_tokens: found shape \(3, 2\)")
     yield (ids, good, held, "target_ids: found None")
     yield (ids, good, {**held, "target_ids": ids[:, :3]}, r"target_ids: found \(2, 3\)")
-    yield (ids, good, {"target_cache": good, "target_ids": ids}, "into: found 3 layers|into: found layers|into, layer 0")
+    yield (
+        ids,
+        good,
+        {"target_cache": good, "target_ids": ids},
+        "target_cache: found 3 layers with tokens, needed 4 .*the source's",
+    )
 
 
 def test_refused_before_anything_changes(pair):
@@ -278,15 +284,139 @@ def test_prefill_when_it_cannot_be_moved(pair):
         target_ids=ids[:, :4],
         on_error="prefill",
     )
-    assert (moved.status, moved.n_mapped, moved.n_exact, moved.n_reused) == ("fallback_prefill", 0, 11, 0)
+    assert (moved.status, moved.n_mapped, moved.n_exact, moved.n_reused) == ("fallback_prefill", 0, 7, 4)
     assert "found 2 layers, needed 3" in moved.reason
     assert set(moved.seconds) == {"prefill"}
-    assert same(moved.cache, prefilled(target, ids[:, :11]))
-    assert same(target_cache, before)
+    assert moved.cache is target_cache
+    assert same([half[:, :, :4] for half in content(moved.cache)], before)
+    close(moved.cache, prefilled(target, ids[:, :11]), 1e-5)
     # Not only what kvfit refuses: a cache that is none at all.
     broken = handoff(mapper, target, ids, [("not", "tensors")], on_error="prefill")
     assert broken.status == "fallback_prefill"
-    assert same(broken.cache, moved.cache)
+    assert (broken.n_exact, broken.n_reused) == (11, 0)
+    assert same(broken.cache, prefilled(target, ids[:, :11]))
+
+
+def test_a_prefill_keeps_the_common_part_of_the_targets_cache(pair):
+    _, target, mapper = pair
+    ids = tokens(1, 12)
+    old = ids.clone()
+    old[:, 5] += 1
+    held = prefilled(target, old)
+    moved = handoff(mapper, target, ids, None, target_cache=held, target_ids=old, on_error="prefill")
+    assert (moved.status, moved.n_reused, moved.n_exact) == ("fallback_prefill", 5, 6)
+    assert moved.cache is held
+    close(moved.cache, prefilled(target, ids[:, :11]), 1e-5)
+
+
+def test_a_prefill_leaves_a_cache_that_was_what_went_wrong(pair):
+    source, target, mapper = pair
+    ids = tokens(1, 12)
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        next(parameter for name, parameter in other.named_parameters() if "k_proj" in name).mul_(1.05)
+    good = prefilled(source, ids)
+    for model, held, held_ids in (
+        (target, prefilled(source, ids[:, :4]), ids[:, :4]),  # the source's
+        (target, prefilled(target, ids[:, :4]), None),  # without its ids
+        (other, prefilled(target, ids[:, :4]), ids[:, :4]),  # of a model that is not what it was
+    ):
+        before = content(held)
+        moved = handoff(mapper, model, ids, good, target_cache=held, target_ids=held_ids, on_error="prefill")
+        assert (moved.status, moved.n_reused, moved.n_exact) == ("fallback_prefill", 0, 11)
+        assert same(moved.cache, prefilled(model, ids[:, :11]))
+        assert same(held, before)
+
+
+def test_a_prefill_after_the_cache_was_changed_starts_anew(pair, monkeypatch):
+    source, target, mapper = pair
+    ids = tokens(1, 12)
+    held = prefilled(target, ids[:, :4])
+
+    def torn(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(caches, "place", torn)
+    moved = handoff(mapper, target, ids, prefilled(source, ids), target_cache=held, target_ids=ids[:, :4], on_error="prefill")
+    assert (moved.reason, moved.n_reused) == ("RuntimeError: out of memory", 0)
+    assert same(moved.cache, prefilled(target, ids[:, :11]))
+
+
+def test_a_prefill_behind_a_window_starts_anew():
+    target = window_target()
+    mapper = identity_mapper(target)
+    ids = torch.randint(5, 90, (1, 60), generator=torch.Generator().manual_seed(0))
+    old = ids.clone()
+    old[:, 10] += 1
+    held = prefilled(target, old[:, :50])
+    before = content(held)
+    moved = handoff(mapper, target, ids, None, target_cache=held, target_ids=old[:, :50], on_error="prefill")
+    assert moved.n_reused == 0
+    assert same(held, before)
+    close(moved.cache, prefilled(target, ids[:, :59]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("half", "kind"), [(0, "keys"), (1, "values")])
+def test_a_source_cache_that_is_not_finite(pair, value, half, kind):
+    source, target, mapper = pair
+    ids = tokens(2, 12)
+    cache = prefilled(source, ids)
+    caches.read_cache(cache)[1][half][1, 0, 7, 3] = value
+    held = prefilled(target, ids[:, :4])
+    before = content(held)
+    with pytest.raises(MismatchError, match=f"source_cache, {kind} of layer 1: found NaN or infinity"):
+        handoff(mapper, target, ids, cache, target_cache=held, target_ids=ids[:, :4])
+    assert same(held, before)
+    moved = handoff(mapper, target, ids, cache, on_error="prefill")
+    assert "found NaN or infinity" in moved.reason
+    assert same(moved.cache, prefilled(target, ids[:, :11]))
+    # Tokens that the target runs itself may be anything; and `transfer` does not look.
+    close(
+        handoff(mapper, target, ids, cache, exact_head=8).cache,
+        handoff(mapper, target, ids, prefilled(source, ids), exact_head=8).cache,
+    )
+    close(
+        handoff(mapper, target, ids, cache, exact_tail=4).cache,
+        handoff(mapper, target, ids, prefilled(source, ids), exact_tail=4).cache,
+    )
+    assert not all(torch.isfinite(part).all() for part in content(mapper.transfer(cache)))
+
+
+def test_padding_of_the_source_may_be_anything(pair):
+    source, target, mapper = pair
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    cache = prefilled(source, ids, mask)
+    for keys, values in caches.read_cache(cache):
+        keys[0, :, :3] = values[0, :, :3] = float("nan")
+    wanted = handoff(mapper, target, ids, prefilled(source, ids, mask), attention_mask=mask)
+    close(handoff(mapper, target, ids, cache, attention_mask=mask).cache, wanted.cache)
+
+
+def test_a_target_too_narrow_for_what_was_mapped(pair):
+    source, target, mapper = pair
+    ids = tokens(1, 12)
+    weights = {key: (weight * 1e5, bias) for key, (weight, bias) in mapper._weights.items()}
+    half = copy.deepcopy(target).to(torch.float16)
+    for module in half.modules():  # as from_pretrained leaves it
+        if "inv_freq" in module._buffers:
+            module.inv_freq = next(m.inv_freq for m in target.modules() if "inv_freq" in m._buffers)
+    wide = Mapper(mapper_spec(spec_of(source), spec_of(half), [[0, 1], [1], [1, 2], [2]]), weights)
+    with pytest.raises(MismatchError, match=r"mapped cache, .*found NaN or infinity.* load the target in bfloat16"):
+        handoff(wide, half, ids, prefilled(source, ids))
+
+
+def test_a_handoff_prints_in_a_line(pair):
+    source, target, mapper = pair
+    ids = tokens(2, 12)
+    moved = handoff(mapper, target, ids, prefilled(source, ids), exact_tail=2, exact_tokens=[3, 4])
+    assert repr(moved) == "Handoff(applied: 2 x 12 tokens: 0 reused, 8 mapped, 2 of them run once more, 3 exact, 1 left to run)"
+    failed = handoff(mapper, target, ids, None, on_error="prefill")
+    assert repr(failed).startswith(
+        "Handoff(fallback_prefill: 2 x 12 tokens: 0 reused, 0 mapped, 11 exact, 1 left to run, reason: "
+    )
 
 
 def test_prefill_of_a_padded_batch(pair):

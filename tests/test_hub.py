@@ -9,9 +9,9 @@ import torch
 from bundle_factory import evaluated_bundle, make_bundle, mapper_spec, weights
 
 from kvfit import load_mapper
-from kvfit.errors import BundleError, GateError, RefError
+from kvfit.errors import BundleError, GateError, MismatchError, RefError
 from kvfit.hub import resolve
-from kvfit.refs import is_repository, is_tag, next_version, split_ref, version_key
+from kvfit.refs import is_repository, is_tag, is_version, next_version, split_ref, version_key
 
 
 def test_a_folder_that_passed_is_silent(tmp_path):
@@ -37,7 +37,7 @@ def test_a_failed_verdict_is_refused_unless_asked_for(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_mapper(folder, require="any").verdict == "fail"
-    with pytest.raises(ValueError, match="needed 'pass' or 'any'"):
+    with pytest.raises(MismatchError, match="needed 'pass' or 'any'"):
         load_mapper(folder, require="none")
 
 
@@ -78,6 +78,38 @@ def test_a_revision_twice(tmp_path):
         resolve(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("ref", ["", " ", 3, [], object()])
+def test_an_empty_ref_is_not_the_working_folder(tmp_path, monkeypatch, ref):
+    make_bundle(tmp_path / "v1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RefError, match=r"ref: found .*, needed a folder, or org/name"):
+        load_mapper(ref)
+
+
+def test_experiments_are_no_versions(tmp_path, monkeypatch):
+    for number, name in enumerate(("baseline", "top-8", "zz_last")):
+        make_bundle(tmp_path / name, seed=number)
+    monkeypatch.chdir(tmp_path)
+    for ref in (tmp_path, str(tmp_path), "."):
+        with pytest.raises(RefError, match=r"names are no versions \(baseline, top-8, zz_last\).*revision='baseline'"):
+            resolve(ref)
+    assert resolve(tmp_path, "top-8") == resolve(f"{tmp_path}@top-8") == tmp_path / "top-8"
+    # As soon as something was published there, that is what the folder means.
+    make_bundle(tmp_path / "1.2")
+    make_bundle(tmp_path / "1.10")
+    assert resolve(tmp_path) == tmp_path / "1.10"
+    make_bundle(tmp_path / "v1")
+    assert resolve(tmp_path) == tmp_path / "v1"
+
+
+def test_a_device_that_is_not_here(tmp_path):
+    folder = evaluated_bundle(tmp_path / "b")
+    with pytest.raises(MismatchError, match="device: found 'foo'"):
+        load_mapper(folder, device="foo")
+    with pytest.raises(MismatchError, match="dtype: found 'half'"):
+        load_mapper(folder, dtype="half")
+
+
 def test_a_torn_bundle_is_a_bundle_error(tmp_path):
     folder = make_bundle(tmp_path / "b")
     (folder / "solve.json").unlink()
@@ -91,6 +123,9 @@ def test_names():
     assert next_version([]) == next_version(["main", "vx", "1.0"]) == "v1"
     assert next_version(["v9", "v10", "v2"]) == "v11"
     assert sorted(["v10", "v2", "beta", "v1"], key=version_key) == ["beta", "v1", "v2", "v10"]
+    assert sorted(["v1", "1.10", "1.9", "beta"], key=version_key) == ["beta", "1.9", "1.10", "v1"]
+    assert all(is_version(name) for name in ("v1", "2", "1.0", "v1.10.2"))
+    assert not any(is_version(name) for name in ("beta", "v", "v1-beta", "v1.0-rc_1", "1.", "v1\n", "demo-2"))
     assert is_tag("v1.0-rc_1")
     assert not any(is_tag(tag) for tag in ("", "..", "a..b", "a/b", ".a", "-a", "v1\n", "é"))
     assert is_repository("org/name")

@@ -21,7 +21,7 @@ TIERS = (
     ("kvfit", "errors", "strict_json"),
     ("spec", "refs", "manifest", "folders", "decoder", "demo", "environment"),
     ("rope", "cache", "shards"),
-    ("document", "product", "rewrite", "semantic_router", "trace"),
+    ("document", "product", "request", "rewrite", "semantic_router", "trace"),
     ("bundle", "probe", "recompute"),
     ("artifact", "identity", "card", "registry"),
     ("mapper", "release"),
