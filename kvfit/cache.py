@@ -24,6 +24,7 @@ __all__ = [
     "check_cache",
     "check_finite",
     "crop",
+    "first_nonfinite",
     "forward",
     "full_cache",
     "generate",
@@ -70,8 +71,10 @@ def read_cache(cache: Any) -> list[Pair]:
     elif hasattr(cache, "layers"):
         pairs = [_layer_pair(layer, index) for index, layer in enumerate(cache.layers)]
     else:
+        field = next((name for name in ("cache", "past_key_values") if getattr(cache, name, None) is not None), None)
+        advice = "" if field is None else f": pass its .{field}"  # what a model returns
         raise MismatchError(
-            f"cache: found {type(cache).__name__}, needed a transformers Cache with layers or a sequence of (keys, values)"
+            f"cache: found {type(cache).__name__}, needed a transformers Cache with layers or pairs (keys, values){advice}"
         )
     if not pairs or pairs[0][0].shape[2] == 0:
         raise MismatchError("cache: found no tokens, needed a prefilled cache: run the model on the prompt first")
@@ -258,8 +261,6 @@ def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
 def check_finite(cache: Any, name: str = "cache") -> None:
     """Refuse NaN and infinity. Waits once for every device that holds a layer.
 
-    A sum is finite only where all its terms are, and takes one reading; float32 holds the sum of any float16 cache.
-
     Args:
         cache: as for `read_cache`.
         name: what to call it.
@@ -267,17 +268,28 @@ def check_finite(cache: Any, name: str = "cache") -> None:
     Raises:
         MismatchError: names the first layer and kind.
     """
-    pairs = read_cache(cache)
+    where = first_nonfinite(read_cache(cache))
+    if where is not None:
+        raise MismatchError(
+            f"{name}, {where}: found NaN or infinity, needed finite numbers: fill it again, in bfloat16 or float32 if it was "
+            "filled in float16, which overflows"
+        )
+
+
+def first_nonfinite(pairs: Sequence[Pair]) -> str | None:
+    """Where keys and values per layer hold NaN or infinity first, as ``keys of layer 3``; None where they are finite."""
+    # A sum is finite only where all its terms are, and takes one reading; float32 holds the sum of any float16 cache.
     sums: dict[torch.device, list[Tensor]] = {}
     for pair in pairs:
         for half in pair:
             sums.setdefault(half.device, []).append(half.sum(dtype=torch.promote_types(half.dtype, torch.float32)))
     if all(bool(torch.stack(parts).isfinite().all()) for parts in sums.values()):
-        return
+        return None
     for layer_index, pair in enumerate(pairs):
         for kind, half in zip(("keys", "values"), pair, strict=True):
             if not bool(half.isfinite().all()):
-                raise MismatchError(f"{name}, {kind} of layer {layer_index}: found NaN or infinity, needed finite numbers")
+                return f"{kind} of layer {layer_index}"
+    return None  # finite after all, only so large that their sum is not
 
 
 def cache_dtype(model: Any) -> torch.dtype:

@@ -323,11 +323,13 @@ class _Mover:
 
 def _refuse_nonfinite(mapped: Pairs, source: Pairs, start: int, head: int) -> None:
     """Refuse NaN and infinity in what was mapped, from token `start` of it and `head` of the source on."""
-    try:
-        caches.check_finite([(keys[:, :, start:], values[:, :, start:]) for keys, values in mapped], "mapped cache")
-    except MismatchError as error:
+    where = caches.first_nonfinite([(keys[:, :, start:], values[:, :, start:]) for keys, values in mapped])
+    if where is not None:
         caches.check_finite([(keys[:, :, head:], values[:, :, head:]) for keys, values in source], "source_cache")
-        raise MismatchError(f"{error}: the source's are, so its dtype is too narrow: load the target in bfloat16") from None
+        raise MismatchError(
+            f"mapped cache, {where}: found NaN or infinity made of finite numbers, needed a dtype that holds them: "
+            "load the target in bfloat16 or float32"
+        )
 
 
 @contextmanager

@@ -95,6 +95,15 @@ def test_a_mapper_that_is_none(pair):
         handoff("org/mapper", target, IDS, prefilled(source, IDS))
 
 
+def test_what_a_model_returns_is_no_cache(pair):
+    source, target, mapper = pair
+    returned = source(IDS)
+    name = caches.cache_argument(source)
+    with pytest.raises(MismatchError, match=rf"cache: found CausalLMOutput\w+, needed .*pass its \.{name}$"):
+        handoff(mapper, target, IDS, returned)
+    assert handoff(mapper, target, IDS, getattr(returned, name)).status == "applied"
+
+
 def test_target_ids_that_are_no_tensor(pair):
     source, target, mapper = pair
     held = prefilled(target, IDS[:, :4])
