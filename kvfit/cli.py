@@ -1,89 +1,40 @@
-"""The command line: parse, call one verb, print one line. The only place where errors become exit codes.
-
-Exit 0; 1 a kvfit error; 2 usage; 3 refused by a gate. Progress goes to stderr, the result to stdout.
-"""
+"""The command line: parse, call one verb, print one result."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from kvfit import __version__
-from kvfit.errors import GateError, KvfitError
+from kvfit.errors import GateError
 
 try:
     import click
 except ModuleNotFoundError:  # the runtime alone has no command line
     sys.exit("kvfit: found no click, needed the extra `fit` for the command line: pip install 'kvfit-mappers[fit]'")
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_UNITS = {"": 1, "b": 1} | {
-    name: base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for name, base in ((letter, 1000), (f"{letter}b", 1000), (f"{letter}ib", 1024))
-}
-
-
-def _size(_context: click.Context, _option: click.Parameter, value: str) -> int:
-    """Bytes, written as ``64MiB``, ``2GiB`` or a plain number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
-        raise click.BadParameter(f"found {value!r}, needed a size such as 64MiB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
-def _top_k(_context: click.Context, _option: click.Parameter, value: str) -> int | str:
-    if value in ("all", "auto"):
-        return value
-    if not value.isdigit() or int(value) < 1:
-        raise click.BadParameter(f"found {value!r}, needed a number of 1 or more, all or auto")
-    return int(value)
+from kvfit.arguments import (
+    DTYPE,
+    json_option,
+    lengths,
+    loading_options,
+    named,
+    names,
+    path,
+    penalty,
+    ref,
+    size,
+    text_options,
+    top_k,
+)
+from kvfit.console import Verbs, run, say, say_text
 
 
-def _penalty(_context: click.Context, _option: click.Parameter, value: str) -> float | str:
-    if value == "auto":
-        return value
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise click.BadParameter(f"found {value!r}, needed a number of 0 or more, or auto")
-    return number
-
-
-def _lengths(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...]:
-    """Numbers of tokens with commas between."""
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdigit() and int(part) > 1 for part in parts):
-        raise click.BadParameter(f"found {value!r}, needed numbers of 2 or more with commas between, such as 256,1024")
-    return tuple(int(part) for part in parts)
-
-
-def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    return None if value is None else tuple(part.strip() for part in value.split(","))
-
-
-def _named(_context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """NAME=VALUE, given any number of times."""
-    found: dict[str, str] = {}
-    for value in values:
-        name, _, rest = value.partition("=")
-        if not name or not rest:
-            raise click.BadParameter(f"found {value!r}, needed {option.metavar}")
-        if name in found:
-            raise click.BadParameter(f"found {name} twice, needed a name of its own for each")
-        found[name] = rest
-    return found
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110})
+@click.group(
+    cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="kvfit")
 def cli() -> None:
     """Let one language model continue from another model's KV cache.
@@ -92,51 +43,12 @@ def cli() -> None:
     """
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of a line.")
-
-
-def _say(result: Any, as_json: bool) -> None:
-    click.echo(json.dumps(result.to_json(), allow_nan=False) if as_json else str(result))
-
-
-def _loading_options(function: F) -> F:
-    for option in (
-        click.option("--trust-remote-code", is_flag=True, help="Run code from the models' repositories."),
-        click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own."),
-        click.option("--device-map", help="Spread each model over devices with accelerate, for example auto."),
-        click.option("--target-device", help="Device of the target; default: the first GPU, else the CPU."),
-        click.option("--source-device", help="Device of the source; default: the first GPU, else the CPU."),
-        click.option("--dtype", default="auto", help="auto (as stored), float32, bfloat16, float16."),
-    ):
-        function = option(function)
-    return function
-
-
 def _loading(values: dict[str, Any]) -> tuple[Any, Any]:
     from kvfit.fit import models
 
     shared = {name: values.pop(name) for name in ("dtype", "device_map", "attn_implementation", "trust_remote_code")}
     source, target = values.pop("source_device"), values.pop("target_device")
     return models.Options(device=source, **shared), models.Options(device=target, **shared)
-
-
-def _text_options(default: str) -> Callable[[F], F]:
-    def add(function: F) -> F:
-        for option in (
-            click.option("--text-column", default="text", help="Column that holds the text."),
-            click.option("--split", default="train", help="Split of the dataset."),
-            click.option("--dataset-revision", help="Commit, tag or branch of a Hub dataset."),
-            click.option("--dataset-config", help="Configuration of a Hub dataset."),
-            click.option(
-                "--dataset",
-                default=default,
-                help="Hub dataset, or .jsonl, .parquet, .txt file or folder, or demo:text, demo:heldout.",
-            ),
-        ):
-            function = option(function)
-        return function
-
-    return add
 
 
 def _text(values: dict[str, Any]) -> Any:
@@ -152,22 +64,20 @@ def _text(values: dict[str, Any]) -> Any:
 
 
 @cli.command()
-@click.option(
-    "--out", default="demo-out", type=click.Path(), help="Folder for the store, the bundle and the picture; must not exist."
-)
+@click.option("--out", default="demo-out", type=path, help="Folder for the store, the bundle and the picture; must not exist.")
 @json_option
 def demo(out: str, as_json: bool) -> None:
     """Capture, solve, evaluate and hand over on the built-in pair, offline."""
     from kvfit.demo.run import run_demo
 
-    _say(run_demo(out), as_json)
+    say(run_demo(out), as_json)
 
 
 @cli.command()
-@click.argument("source")
-@click.argument("target")
-@click.option("--out", required=True, type=click.Path(), help="The store to write, by habit NAME.zarr.")
-@_text_options("HuggingFaceFW/fineweb-edu")
+@click.argument("source", type=ref)
+@click.argument("target", type=ref)
+@click.option("--out", required=True, type=path, help="The store to write, by habit NAME.zarr.")
+@text_options("HuggingFaceFW/fineweb-edu")
 @click.option("--num-sequences", default=500, help="Sequences to run, both splits together.")
 @click.option("--seq-len", default=1024, help="Tokens of a sequence.")
 @click.option("--token-stride", default=4, help="Keep one token of this many for the statistics.")
@@ -178,37 +88,37 @@ def demo(out: str, as_json: bool) -> None:
 @click.option("--inputs", type=click.Choice(["same", "both"]), default="same", help="both: also keep keys by values.")
 @click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
 @click.option(
-    "--memory-budget", callback=_size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
+    "--memory-budget", callback=size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
 )
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
 @click.option("--source-revision", help="Commit, tag or branch of the source.")
 @click.option("--target-revision", help="Commit, tag or branch of the target.")
-@_loading_options
-@click.option("--resume", is_flag=True, help="Go on with an interrupted store.")
+@loading_options
+@click.option("--resume", is_flag=True, help="Go on with an interrupted store; begin if there is none.")
 @json_option
 def capture(source: str, target: str, out: str, as_json: bool, **values: Any) -> None:
     """Run SOURCE and TARGET over the same text and accumulate their statistics in a store."""
     from kvfit.fit import capture as verb
+    from kvfit.fit.ranks import Ranks
 
     text, loading = _text(values), _loading(values)
     revisions = (values.pop("source_revision"), values.pop("target_revision"))
     rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume")}
-    _say(
-        verb.capture(
-            source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest
-        ),
-        as_json,
+    done = verb.capture(
+        source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest
     )
+    if Ranks.from_environment().rank == 0:  # of the processes that torchrun started one has the word
+        say(done, as_json)
 
 
 @cli.command()
-@click.argument("source")
-@click.argument("target")
+@click.argument("source", type=ref)
+@click.argument("target", type=ref)
 @click.option("--num-sequences", default=500, help="Sequences to run.")
 @click.option("--seq-len", default=1024, help="Tokens of a sequence.")
 @click.option("--token-stride", default=4, help="Keep one token of this many.")
 @click.option("--skip-tokens", default=0, help="First tokens of each sequence to leave out.")
-@click.option("--top-k", callback=_top_k, metavar="N|all", default="all", help="Source layers that each target layer reads.")
+@click.option("--top-k", callback=top_k, metavar="N|all", default="all", help="Source layers that each target layer reads.")
 @click.option(
     "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
 )
@@ -217,7 +127,7 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 )
 @click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
 @click.option(
-    "--memory-budget", callback=_size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
+    "--memory-budget", callback=size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
 )
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
 @click.option("--device", default=None, help="Where bare products are timed, for the times; the first GPU, else the CPU.")
@@ -231,32 +141,32 @@ def plan(source: str, target: str, as_json: bool, device: str | None, **values: 
     """
     from kvfit.fit import plan as verb
 
-    _say(replace(verb.plan(source, target, **values), rates=verb.measure_rates(device)), as_json)
+    say(replace(verb.plan(source, target, **values), rates=verb.measure_rates(device)), as_json)
 
 
 @cli.command()
-@click.argument("stores", nargs=-1, required=True, type=click.Path())
-@click.option("--out", required=True, type=click.Path(), help="The merged store; must not exist.")
+@click.argument("stores", nargs=-1, required=True, type=path)
+@click.option("--out", required=True, type=path, help="The merged store; must not exist.")
 def merge(stores: tuple[str, ...], out: str) -> None:
     """Merge STORES that were captured with one recipe into one."""
     from kvfit.fit import merge as verb
 
     merged = verb.merge(stores, out)
-    click.echo(f"{out}: {merged.count('fit')} fit and {merged.count('holdout')} holdout tokens from {len(stores)} stores")
+    say_text(f"{out}: {merged.count('fit')} fit and {merged.count('holdout')} holdout tokens from {len(stores)} stores")
 
 
 @cli.command()
-@click.argument("store", type=click.Path())
+@click.argument("store", type=path)
 @click.argument("grid", nargs=-1)
-@click.option("--out", required=True, type=click.Path(), help="The bundle's folder; must not exist.")
+@click.option("--out", required=True, type=path, help="The bundle's folder; must not exist.")
 @click.option(
-    "--top-k", callback=_top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
+    "--top-k", callback=top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
 )
 @click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen.")
 @click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers.")
 @click.option(
     "--penalty",
-    callback=_penalty,
+    callback=penalty,
     metavar="NUMBER|auto",
     default="auto",
     help="Ridge penalty; auto chooses per kind and layer on the holdout split.",
@@ -288,7 +198,7 @@ def merge(stores: tuple[str, ...], out: str) -> None:
     help="A recipe of the literature, in place of the defaults of the options above.",
 )
 @click.option("--device", default="cpu", help="Where the linear algebra runs.")
-@click.option("--memory-budget", callback=_size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra.")
+@click.option("--memory-budget", callback=size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra.")
 @click.option(
     "--precision",
     type=click.Choice(["auto", "float64", "mixed"]),
@@ -333,36 +243,33 @@ def solve(
     if sweep:
         from kvfit.fit import sweep as sweeping
 
-        try:
-            wanted = sweeping.parse_grid([*sweep, *grid])
-        except KvfitError as error:
-            raise click.UsageError(str(error)) from None
-        _say(sweeping.sweep(store, out, wanted, options=options, **running), as_json)
+        wanted = sweeping.parse_grid([*sweep, *grid])
+        say(sweeping.sweep(store, out, wanted, options=options, **running), as_json)
         return
-    _say(verb.solve(store, out, options=options, plots=plots, **running), as_json)
+    say(verb.solve(store, out, options=options, plots=plots, **running), as_json)
 
 
 @cli.command()
-@click.argument("bundle", type=click.Path())
-@click.option("--source", help="Ref of the source; default: the one that the bundle names.")
-@click.option("--target", help="Ref of the target; default: the one that the bundle names.")
-@_text_options("demo:heldout")
+@click.argument("bundle", type=path)
+@click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
+@click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
+@text_options("demo:heldout")
 @click.option(
     "--text",
     "texts",
     multiple=True,
-    callback=_named,
+    callback=named,
     metavar="NAME=DATASET",
     help="A further text of another kind, reported apart; may be given several times.",
 )
 @click.option(
-    "--prefix", default="384", callback=_lengths, metavar="N[,N...]", help="Tokens of context; several lengths in turn."
+    "--prefix", default="384", callback=lengths, metavar="N[,N...]", help="Tokens of context; several lengths in turn."
 )
 @click.option("--continuation", default=128, help="Tokens scored after it.")
 @click.option("--documents", default=48, help="Documents to use.")
 @click.option("--probes", default=40, help="Recall questions of each kind; 0 for none.")
 @click.option(
-    "--probe-kinds", callback=_names, metavar="KIND[,KIND...]", help="Of names, list, sentence, two-hop; default: all."
+    "--probe-kinds", callback=names, metavar="KIND[,KIND...]", help="Of names, list, sentence, two-hop; default: all."
 )
 @click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none.")
 @click.option("--diagnose", default=8, help="Documents on which layers and heads are diagnosed; 0 for none.")
@@ -371,9 +278,9 @@ def solve(
 @click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself.")
 @click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source.")
 @click.option("--repeats", default=30, help="Timed runs after 10 that are not counted; 0 for no times.")
-@click.option("--threshold", "thresholds", multiple=True, callback=_named, metavar="NAME=NUMBER", help="Another threshold.")
+@click.option("--threshold", "thresholds", multiple=True, callback=named, metavar="NAME=NUMBER", help="Another threshold.")
 @click.option("--batch-size", default=8, help="Documents per forward pass.")
-@_loading_options
+@loading_options
 @json_option
 def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool, **values: Any) -> None:
     """Measure BUNDLE on held-out text, with controls, and write the verdict into it. Exit 3 on fail."""
@@ -386,19 +293,19 @@ def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool,
     values = {name: value for name, value in values.items() if value is not None}
     options = verb.Options(**values)
     found = verb.evaluate(bundle, source=source, target=target, text=text, texts=texts, options=options, loading=loading)
-    _say(found, as_json)
+    say(found, as_json)
     if found.verdict == "fail":
         raise GateError(f"{bundle}: found verdict fail, needed pass or unknown: see evaluation.json for the reasons")
 
 
 @cli.command()
-@click.argument("bundle", type=click.Path())
-@click.option("--to", required=True, help="org/name on the Hub, or a local folder written ./folder.")
+@click.argument("bundle", type=path)
+@click.option("--to", required=True, type=ref, help="org/name on the Hub, or a local folder written ./folder.")
 @click.option("--tag", help="Version, such as v1; default: the next one.")
 @click.option("--private", is_flag=True, help="Create the repository as private.")
 @click.option("--create-pr", is_flag=True, help="Open a pull request instead of committing.")
 @click.option("--license", "license_", metavar="ID", help="Licence of the mapper, such as apache-2.0, for the card.")
-@click.option("--registry", type=click.Path(), help="Also write the registry entry to propose into this folder.")
+@click.option("--registry", type=path, help="Also write the registry's entry into this folder, made if missing.")
 @click.option("--any", "any_", is_flag=True, help="Push a bundle whose verdict is fail, too.")
 @click.option("--dry-run", is_flag=True, help="Check everything and print what would happen.")
 @json_option
@@ -409,13 +316,13 @@ def push(bundle: str, license_: str | None, any_: bool, as_json: bool, registry:
     from kvfit import push as verb
 
     place = None if registry is None else Path(registry)
-    _say(verb.push(bundle, license=license_, require="any" if any_ else "pass", registry=place, **values), as_json)
+    say(verb.push(bundle, license=license_, require="any" if any_ else "pass", registry=place, **values), as_json)
 
 
 @cli.command()
-@click.argument("bundle")
+@click.argument("bundle", type=ref)
 @click.option("--format", type=click.Choice(["semantic-router"]), required=True, help="The layout to write.")
-@click.option("--out", required=True, type=click.Path(), help="The folder to write; must not exist.")
+@click.option("--out", required=True, type=path, help="The folder to write; must not exist.")
 @click.option("--bundle-version", default=1, help="Number of this fit of the pair, the end of its mapper id.")
 @click.option("--any", "any_", is_flag=True, help="Export a bundle whose verdict is fail, too.")
 @json_option
@@ -423,14 +330,14 @@ def export(bundle: str, out: str, any_: bool, as_json: bool, **values: Any) -> N
     """Write BUNDLE in the layout of another program. Exit 3 when its verdict is fail."""
     from kvfit import export_bundle as verb
 
-    _say(verb.export_bundle(bundle, out, require="any" if any_ else "pass", **values), as_json)
+    say(verb.export_bundle(bundle, out, require="any" if any_ else "pass", **values), as_json)
 
 
 @cli.command("import")
-@click.argument("folder", type=click.Path())
-@click.option("--out", required=True, type=click.Path(), help="The bundle's folder; must not exist.")
-@click.option("--source", help="The source model, for a folder that kvfit did not write.")
-@click.option("--target", help="The target model, for a folder that kvfit did not write.")
+@click.argument("folder", type=path)
+@click.option("--out", required=True, type=path, help="The bundle's folder; must not exist.")
+@click.option("--source", type=ref, help="The source model, for a folder that kvfit did not write.")
+@click.option("--target", type=ref, help="The target model, for a folder that kvfit did not write.")
 @click.option("--device", help="Where a model is loaded; default: the first GPU, else the CPU.")
 @click.option("--device-map", help="Spread it over devices with accelerate, for example auto.")
 @click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own.")
@@ -446,26 +353,29 @@ def import_(folder: str, out: str, source: str | None, target: str | None, as_js
 
     if (source is None) != (target is None):
         raise click.UsageError("found one of --source and --target, needed both or neither")
-    _say(verb.import_bundle(folder, out, source=source, target=target, options=Options(**values)), as_json)
+    say(verb.import_bundle(folder, out, source=source, target=target, options=Options(**values)), as_json)
 
 
 @cli.command("list")
 @click.option("--source", help="Only mappers from this model.")
 @click.option("--target", help="Only mappers to this model.")
+@click.option("--registry", type=path, help="The folder of a registry of your own; default: the one that came with kvfit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON array on stdout instead of lines.")
-def list_(source: str | None, target: str | None, as_json: bool) -> None:
+def list_(source: str | None, target: str | None, registry: str | None, as_json: bool) -> None:
     """List the published mappers in the registry."""
+    from pathlib import Path
+
     from kvfit.registry import list_mappers
 
-    entries = list_mappers(source, target)
+    entries = list_mappers(source, target, folder=None if registry is None else Path(registry))
     if as_json:
-        click.echo(json.dumps([entry.to_json() for entry in entries], allow_nan=False))
+        say_text(json.dumps([entry.to_json() for entry in entries], allow_nan=False))
     else:
-        click.echo("\n".join(map(str, entries)) or "no such mapper is registered")
+        say_text("\n".join(map(str, entries)) or "no such mapper is registered")
 
 
 @cli.command()
-@click.argument("ref")
+@click.argument("ref", type=ref)
 @click.option("--revision", help="Commit, tag or branch of a Hub repository.")
 @click.option("--local-files-only", is_flag=True, help="Never ask the Hub.")
 @json_option
@@ -473,23 +383,29 @@ def verify(ref: str, as_json: bool, **values: Any) -> None:
     """Check all of the bundle REF: files, digests, spec, shapes, and that every weight is finite."""
     from kvfit import verify as verb
 
-    _say(verb.verify(ref, **values), as_json)
+    say(verb.verify(ref, **values), as_json)
 
 
 @cli.command()
-@click.argument("model")
-@click.option("--dtype", default="auto", help="auto (as stored), float32, bfloat16, float16.")
+@click.argument("model", type=ref)
+@click.option("--dtype", type=DTYPE, default="auto", help="auto: as stored.")
 @click.option("--device", help="Where to load it; default: the first GPU, else the CPU.")
 @click.option("--device-map", help="Spread it over devices with accelerate, for example auto.")
 @click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code from the model's repository.")
 @json_option
 def inspect(model: str, as_json: bool, **values: Any) -> None:
-    """Print what kvfit sees in MODEL, and whether it can map it. The model is loaded and run on a few tokens."""
+    """Print what kvfit sees in MODEL, and whether it can map it. The model is loaded and run on a few tokens.
+
+    Exit 3 when it cannot.
+    """
     from kvfit.fit import inspect as verb
     from kvfit.fit.models import Options
 
-    _say(verb.inspect_model(model, options=Options(**values)), as_json)
+    found = verb.inspect_model(model, options=Options(**values))
+    say(found, as_json)
+    if not found.supported:
+        raise GateError(f"{model}: found a model whose cache kvfit cannot map, needed a supported one: see the reason")
 
 
 @cli.command()
@@ -498,27 +414,9 @@ def env(as_json: bool) -> None:
     """Print versions and devices, to paste into a bug report."""
     from kvfit.environment import environment
 
-    _say(environment(), as_json)
+    say(environment(), as_json)
 
 
 def main() -> None:
     """The command ``kvfit``."""
-    if not sys.stderr.isatty():
-        # Bars are for people. tqdm reads this when it is first imported, also for the bars of the libraries that use it.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    try:
-        cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except GateError as error:
-        click.echo(f"kvfit: {error}", err=True)
-        sys.exit(3)
-    except KvfitError as error:
-        click.echo(f"kvfit: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        click.echo("kvfit: interrupted", err=True)
-        sys.exit(130)
+    run(cli)

@@ -13,6 +13,10 @@ class MismatchError(KvfitError, ValueError):
     """Two things that must agree do not: a model and a bundle, two tokenizers, a cache and its mask."""
 
 
+class OptionError(MismatchError):
+    """An option whose value cannot be, whatever it is applied to. The command line turns it into exit code 2."""
+
+
 class UnsupportedModelError(KvfitError, NotImplementedError):
     """A model whose keys and values kvfit cannot describe or prove right."""
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from kvfit.artifact import write_artifact
 from kvfit.bundle import Bundle
-from kvfit.errors import GateError, MismatchError
-from kvfit.folders import require_free, whole_folder
+from kvfit.errors import GateError, MismatchError, OptionError
+from kvfit.folders import require_free, require_writable, whole_folder
 from kvfit.hub import resolve
 from kvfit.semantic_router import make_mapper_id, state
 
@@ -68,9 +68,10 @@ def export_bundle(
     if format != "semantic-router":
         raise MismatchError(f"export: found format {format!r}, needed semantic-router")
     if bundle_version < 1:
-        raise MismatchError(f"export: found bundle version {bundle_version}, needed 1 or more")
+        raise OptionError(f"--bundle-version: found {bundle_version}, needed 1 or more")
     destination = Path(out)
     require_free(destination)
+    require_writable(destination)
     bundle = Bundle.open(resolve(ref))
     if bundle.verdict == "fail" and require == "pass":
         raise GateError(

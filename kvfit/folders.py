@@ -6,6 +6,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,23 @@ def require_free(folder: str | Path) -> None:
     """
     if os.path.lexists(folder):
         raise BundleError(f"bundle {folder}: already exists; choose another folder or remove it")
+
+
+def require_writable(destination: str | Path) -> None:
+    """Refuse a destination that no folder can be made at; for checking before long work.
+
+    Raises:
+        BundleError: says which folder cannot be written, and why.
+    """
+    home = Path(destination).absolute().parent
+    while not os.path.lexists(home):
+        home = home.parent
+    try:
+        # Asking for permissions is not enough: the superuser has them all, on a read-only disk too.
+        os.rmdir(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=home))
+    except OSError as error:
+        reason = error.strerror or error
+        raise BundleError(f"{destination}: cannot be written in {home} ({reason}), needed another place") from None
 
 
 @contextmanager

@@ -7,18 +7,21 @@ is never overwritten, and pushing the same bundle again changes nothing and succ
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from kvfit.bundle import Bundle
-from kvfit.errors import BundleError, GateError, MismatchError, RefError
-from kvfit.folders import whole_folder, write_file
+from kvfit.errors import BundleError, GateError, MismatchError, OptionError, RefError
+from kvfit.folders import require_writable, whole_folder, write_file
 from kvfit.refs import is_path, is_repository, is_tag, next_version, published_versions
 from kvfit.registry import entry_file, make_entry, render_entry
 from kvfit.release import Published, Release, Status
 from kvfit.repository import Repository
+
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,15 @@ def push(
         private: make a new repository private.
         create_pr: open a pull request instead of committing.
         dry_run: check everything and change nothing.
-        registry: the folder to write the registry's entry to, to be proposed.
+        registry: the folder to write the registry's entry to, made if it is not there: a checkout's, to be proposed, or one's
+            own, for ``load_mapper(registry=...)``.
         license: licence id for the card, such as ``apache-2.0``.
         require: ``any`` publishes a bundle whose evaluation failed.
 
     Raises:
         BundleError: the bundle or its card is not fit to be published, or what arrived is not what was sent.
         GateError: the evaluation failed and `require` is ``pass``.
+        OptionError: an option that cannot be, or two that exclude each other.
         MismatchError: the version exists with other content, somebody else pushed meanwhile, or the place holds something else.
         RefError: the repository cannot be reached or written; says why.
     """
@@ -105,13 +110,15 @@ def push(
     if not local and not is_repository(name):
         raise RefError(f"push: found --to {name!r}, needed org/name or a folder such as ./name")
     if tag is not None and not is_tag(tag):
-        raise MismatchError(f"push: found tag {tag!r}, needed letters, digits, '.', '_' and '-', such as v1")
+        raise OptionError(f"--tag: found {tag!r}, needed letters, digits, '.', '_' and '-', such as v1")
     if create_pr and (tag is not None or registry is not None or local):
-        raise MismatchError(
+        raise OptionError(
             "push: a pull request is no version yet, needed no tag, registry or folder with --create-pr; tag once merged"
         )
     if registry is not None and tag is None and not local:
-        raise MismatchError("push: a registry entry needs a version, found no tag; add --tag v1 or the next one")
+        raise OptionError("push: a registry entry needs a version, found no tag; add --tag v1 or the next one")
+    if license is not None and _LICENSE.fullmatch(license) is None:
+        raise OptionError(f"--license: found {license!r}, needed an id of the Hub's list such as apache-2.0, or other")
     home = _registry_home(registry, Path(name) if local else None)
     release = Release.of(folder, ref=None if local else name, license=license)
     if release.bundle.verdict == "fail" and require == "pass":
@@ -139,8 +146,9 @@ def _registry_home(registry: str | Path | None, folder: Path | None) -> Path | N
     if registry is None:
         return None
     home = Path(registry)
-    if not home.is_dir():
-        raise RefError(f"registry {home}: no such folder")
+    if home.exists() and not home.is_dir():
+        raise RefError(f"registry {home}: found a file, needed a folder or a new name")
+    require_writable(home / "entry.toml")
     if folder is not None and os.path.realpath(folder.parent) != os.path.realpath(home):
         raise MismatchError(f"push: found --to {folder}, needed a folder inside the registry {home}, or a repository")
     return home
@@ -150,6 +158,7 @@ def _register(result: PushResult, release: Release, home: Path, local: bool) -> 
     place = {"folder": Path(result.to).name} if local else {"repo": result.to}
     entry = make_entry(release.bundle, revision=str(result.tag), commit=result.commit, license=release.license, **place)
     path = home / entry_file(entry)
+    home.mkdir(parents=True, exist_ok=True)
     path.write_text(render_entry(entry), encoding="utf-8")
     return PushResult(**(asdict(result) | {"registry": str(path)}))
 

@@ -19,7 +19,7 @@ from kvfit.cli import cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
 
-HEAD = """<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli.py, then run that script. -->
+HEAD = """<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli.py or kvfit/arguments.py, then run that script. -->
 
 # Command line
 
@@ -36,9 +36,10 @@ Progress and log go to stderr. The result goes to stdout: one line, or one JSON 
 | Exit code | Meaning |
 |---|---|
 | 0 | done |
-| 1 | a kvfit error: one line on stderr: what was found, what was needed, what to do; see [Errors](errors.md) |
-| 2 | the command line itself is wrong |
-| 3 | refused by a gate: the verdict of an evaluation is `fail` |
+| 1 | an error: one line on stderr: what was found, what was needed, what to do; see [Errors](errors.md) |
+| 2 | the command line itself is wrong: an unknown option, or a value that an option cannot have |
+| 3 | refused by a gate: the verdict of an evaluation is `fail`, or `inspect` found a model that cannot be mapped |
+| 130 | interrupted with Ctrl-C |
 """
 
 

@@ -61,11 +61,16 @@ def test_the_built_in_pair_by_ref() -> None:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What `kvfit inspect` prints; it must end well."""
+    """What `kvfit inspect` prints; it must end with the given code."""
 
-    def run(*words: str) -> str:
+    def run(*words: str, code: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["kvfit", "inspect", *words])
-        cli.main()
+        try:
+            cli.main()
+            ended = 0
+        except SystemExit as stop:
+            ended = int(stop.code or 0)
+        assert ended == code
         return capsys.readouterr().out
 
     return run
@@ -90,13 +95,13 @@ def test_the_command_prints_json(command: Callable[..., str]) -> None:
 
 
 def test_the_command_says_why_not(command: Callable[..., str], tmp_path: Path) -> None:
-    """A model that cannot be mapped is an answer, exit 0."""
+    """A model that cannot be mapped is an answer, and exit 3 for who asks in a script."""
     model = build(BY_NAME["llama"], vocab_size=2048, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     model.save_pretrained(tmp_path / "dynamic")
     load_tokenizer("demo:source").save_pretrained(tmp_path / "dynamic")
     reason = "llama, all layers: dynamic rotary frequencies depend on the longest position of each call"
-    assert reason in command(str(tmp_path / "dynamic")).splitlines()[-1]
-    found = json.loads(command(str(tmp_path / "dynamic"), "--json"))
+    assert reason in command(str(tmp_path / "dynamic"), code=3).splitlines()[-1]
+    found = json.loads(command(str(tmp_path / "dynamic"), "--json", code=3))
     assert found["supported"] is False
     assert found["reason"].startswith(reason)
     assert found["layers"] == found["tables"] == []

@@ -1,5 +1,6 @@
 """Plans against real runs: the store's and the bundle's files, byte for byte."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvfit.bundle import Bundle
-from kvfit.errors import RefError
+from kvfit.errors import RefError, UnsupportedModelError
 from kvfit.fit import models
 from kvfit.fit.accumulate import Accumulator
 from kvfit.fit.capture import Options, capture
-from kvfit.fit.plan import Rates, measure_rates, plan
+from kvfit.fit.plan import Geometry, Rates, measure_rates, plan
 from kvfit.fit.record import read_record
 from kvfit.fit.solve import Options as SolveOptions
 from kvfit.fit.solve import solve
@@ -112,6 +113,23 @@ def test_a_published_pair_by_name() -> None:
 def test_what_cannot_be_planned_is_named() -> None:
     with pytest.raises(RefError, match="found no such folder"):
         plan("nothing", "qwen3-32b")
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config(num_layers=2, d_model=32, d_kv=8, num_heads=4).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UnsupportedModelError, match="t5: found no causal language model for this configuration"):
+        plan(str(tmp_path / "t5"), "qwen3-32b")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [(336, "336 parameters"), (336_320, "336 k p"), (2.5e6, "2.5 M p"), (8e9, "8 B p"), (1.2e12, "1.2e+03 B")],
+)
+def test_parameters_have_a_readable_unit(parameters: float, text: str) -> None:
+    planned = replace(plan("qwen3-8b", "qwen3-32b"), source=Geometry("x", 1, 1, 1, parameters))
+    assert text in str(planned)
 
 
 def test_a_folder_has_no_revision(tiny_pair: tuple[Path, Path]) -> None:

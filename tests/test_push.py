@@ -449,7 +449,7 @@ def test_a_bundle_is_no_place_to_publish_to(bundle):
 
 @pytest.mark.parametrize("tag", ["../x", "", ".v1", "a/b", "v1\n"])
 def test_a_tag_is_no_path(bundle, tmp_path, tag):
-    with pytest.raises(MismatchError, match="found tag"):
+    with pytest.raises(MismatchError, match="--tag: found"):
         push(bundle, tmp_path / "published", tag=tag)
     assert not (tmp_path / "published").exists()
 
@@ -473,8 +473,11 @@ def test_push_writes_the_entry_to_propose(hub, bundle, tmp_path):
     registry.mkdir()
     with pytest.raises(MismatchError, match="needs a version"):
         push(bundle, NAME, registry=registry)
-    with pytest.raises(RefError, match="no such folder"):
-        push(bundle, NAME, tag="v1", registry=tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(RefError, match="found a file, needed a folder"):
+        push(bundle, NAME, tag="v1", registry=tmp_path / "file")
+    with pytest.raises(BundleError, match="cannot be written in"):
+        push(bundle, NAME, tag="v1", registry=tmp_path / "file" / "below")
     assert hub.requests == []
     result = push(bundle, NAME, tag="v1", registry=registry, license="apache-2.0")
     assert result.registry == str(registry / "org--mapper.toml")

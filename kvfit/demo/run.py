@@ -12,6 +12,7 @@ import torch
 from kvfit.errors import MismatchError
 from kvfit.fit import arms, capture, evaluate, models, solve
 from kvfit.fit.text import TextOptions, documents
+from kvfit.folders import require_writable
 from kvfit.handoff import handoff
 from kvfit.hub import load_mapper
 from kvfit.spec import KINDS
@@ -48,10 +49,12 @@ def run_demo(out: str | Path, *, progress: bool = True) -> Demo:
 
     Raises:
         MismatchError: `out` exists.
+        BundleError: `out` cannot be made.
     """
     out = Path(out)
     if out.exists():
         raise MismatchError(f"{out}: found something there already, needed a new folder: choose another --out or remove it")
+    require_writable(out)
     print("1/4 capture: both models over the same text", file=sys.stderr)
     out.mkdir(parents=True)
     options = capture.Options(num_sequences=600, seq_len=512, token_stride=2)

@@ -73,9 +73,10 @@ def load_pair(
         MismatchError: a model is not the one that the bundle was fitted on.
     """
     specs = (bundle.spec.source, bundle.spec.target)
+    refs = models.recorded_refs(bundle.spec, source, target)
     loaded = [
-        models.load(ref or spec.ref, spec.revision if ref is None else None, how)
-        for ref, spec, how in zip((source, target), specs, loading or (models.Options(), models.Options()), strict=True)
+        models.load(ref, revision, how)
+        for (ref, revision), how in zip(refs, loading or (models.Options(), models.Options()), strict=True)
     ]
     for spec, model in zip(specs, loaded, strict=True):
         check_model(spec, model.model, model.tokenizer)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfit.errors import MismatchError, StoreError, TextError
+from kvfit.errors import OptionError, StoreError, TextError
 from kvfit.fit import models
 from kvfit.fit.accumulate import Accumulator
 from kvfit.fit.activations import Activations
@@ -61,11 +61,11 @@ class Options:
     def __post_init__(self) -> None:
         for name, least in (("num_sequences", 2), ("seq_len", 2), ("token_stride", 1), ("skip_tokens", 0)):
             if getattr(self, name) < least:
-                raise MismatchError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
+                raise OptionError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
         if self.skip_tokens >= self.seq_len:
-            raise MismatchError(f"--skip-tokens: found {self.skip_tokens}, needed less than --seq-len {self.seq_len}")
+            raise OptionError(f"--skip-tokens: found {self.skip_tokens}, needed less than --seq-len {self.seq_len}")
         if not 0 <= self.holdout < 1:
-            raise MismatchError(f"--holdout: found {self.holdout}, needed 0 or more and less than 1")
+            raise OptionError(f"--holdout: found {self.holdout}, needed 0 or more and less than 1")
 
     @property
     def kept(self) -> range:
@@ -126,15 +126,15 @@ def capture(
         progress: show bars.
 
     Raises:
-        MismatchError: the tokenizers differ, or an option cannot be.
+        MismatchError: the tokenizers differ.
+        OptionError: an option that cannot be.
         UnsupportedModelError: a model that cannot be proved right; names family, layer and reason.
         TextError: the text is unreadable or too short.
         StoreError: the store exists, is locked, or has another recipe.
     """
     options, text = options or Options(), text or TextOptions()
     loading = loading or (models.Options(), models.Options())
-    if batch_size < 1:
-        raise MismatchError(f"--batch-size: found {batch_size}, needed at least 1")
+    check_batch_size(batch_size)
     out, ranks = Path(out), Ranks.from_environment()
     part = ranks.part(out)
     _check_place(out, part, resume, ranks)
@@ -178,6 +178,16 @@ def capture(
             for path in ranks.parts(out):
                 shutil.rmtree(path)
     return Captured(out, cursor.sequences, cursor.short, cursor.sequences * len(options.kept))
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse a batch of nothing.
+
+    Raises:
+        OptionError: less than 1.
+    """
+    if batch_size < 1:
+        raise OptionError(f"--batch-size: found {batch_size}, needed at least 1")
 
 
 def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:

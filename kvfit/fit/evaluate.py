@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvfit.bundle import Bundle, add_files
 from kvfit.card import write_card
-from kvfit.errors import BundleError, MismatchError, TextError
+from kvfit.errors import BundleError, OptionError, TextError
 from kvfit.fit import arms, models
 from kvfit.fit.arms import Arm
 from kvfit.fit.ask import pooled, recall_table
@@ -103,22 +103,22 @@ class Options:
             ("resamples", 1),
         ):
             if getattr(self, name) < least:
-                raise MismatchError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
+                raise OptionError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
         if not self.prefixes or self.prefixes[0] < 2:
-            raise MismatchError(f"--prefix: found {self.prefix}, needed 2 tokens or more")
+            raise OptionError(f"--prefix: found {self.prefix}, needed 2 tokens or more")
         if not 0 <= self.recompute <= 1:
-            raise MismatchError(f"--recompute: found {self.recompute}, needed a share between 0 and 1")
+            raise OptionError(f"--recompute: found {self.recompute}, needed a share between 0 and 1")
         moved = self.prefixes[0] - 1
         mapped = (moved - self.exact_head - self.exact_tail) * (1 - self.recompute) / moved
         if mapped < LEAST_MAPPED:
-            raise MismatchError(
+            raise OptionError(
                 f"--exact-head {self.exact_head}, --exact-tail {self.exact_tail}, --recompute {self.recompute:g}: found "
                 f"{max(0.0, mapped):.0%} of {moved} tokens of context left to the map, needed {LEAST_MAPPED:.0%}: the target "
                 "would be judged by what it runs itself"
             )
         unknown = set(self.probe_kinds) - set(PROBE_KINDS)
         if unknown:
-            raise MismatchError(f"--probe-kinds: found {', '.join(sorted(unknown))}, needed some of {', '.join(PROBE_KINDS)}")
+            raise OptionError(f"--probe-kinds: found {', '.join(sorted(unknown))}, needed some of {', '.join(PROBE_KINDS)}")
 
     @property
     def prefixes(self) -> tuple[int, ...]:
@@ -182,11 +182,8 @@ def evaluate(
     if not os.access(opened.folder, os.W_OK):
         raise BundleError(f"bundle {bundle}: found a folder that cannot be written, needed one for the result: copy the bundle")
     # Text is read before weights are loaded, so that too little of it is found out at once.
-    tokenizer = models.load_tokenizer(
-        target or opened.spec.target.ref,
-        opened.spec.target.revision if target is None else None,
-        trust_remote_code=loading[1].trust_remote_code,
-    )
+    refs = models.recorded_refs(opened.spec, source, target)
+    tokenizer = models.load_tokenizer(*refs[1], trust_remote_code=loading[1].trust_remote_code)
     read = {
         prefix: _documents(text, tokenizer, prefix + options.continuation, options.documents) for prefix in options.prefixes
     }

@@ -13,7 +13,7 @@ from kvfit.card import write_card
 from kvfit.errors import BundleError, MismatchError, UnsupportedModelError
 from kvfit.fit.inspect import inspect_model
 from kvfit.fit.models import Options, check_tokenizers, load, load_tokenizer
-from kvfit.folders import require_free
+from kvfit.folders import require_free, require_writable
 from kvfit.identity import describe_model
 from kvfit.semantic_router import PRECISIONS
 from kvfit.spec import FORMAT_VERSION, KINDS, LayerMap, MapperSpec, ModelSpec
@@ -83,6 +83,7 @@ def import_bundle(
         RefError: a model cannot be found.
     """
     require_free(out)
+    require_writable(out)
     artifact = Artifact.open(folder)
     spec = artifact.own_spec()
     if spec is None:

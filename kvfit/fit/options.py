@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvfit.errors import MismatchError
+from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.ridge import PenaltyScale
 from kvfit.spec import Inputs, Support
 
@@ -48,9 +48,21 @@ class Options:
 
     def __post_init__(self) -> None:
         if isinstance(self.top_k, int) and self.top_k < 1:
-            raise MismatchError(f"--top-k: found {self.top_k}, needed at least 1")
+            raise OptionError(f"--top-k: found {self.top_k}, needed at least 1")
         if self.penalty != "auto" and not 0 <= self.penalty < float("inf"):
-            raise MismatchError(f"--penalty: found {self.penalty}, needed a number of 0 or more, or auto")
+            raise OptionError(f"--penalty: found {self.penalty}, needed a number of 0 or more, or auto")
+
+    def check_layers(self, n_source: int) -> None:
+        """Refuse more source layers than there are: a table that says 8 where 4 were read misleads.
+
+        Args:
+            n_source: layers of the source model.
+
+        Raises:
+            MismatchError: `top_k` is a larger number.
+        """
+        if isinstance(self.top_k, int) and self.top_k > n_source:
+            raise MismatchError(f"--top-k: found {self.top_k}, needed at most {n_source}, the layers of the source, or all")
 
     @property
     def penalties(self) -> tuple[float, ...]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit import models
 from kvfit.fit.accumulate import buffer_tokens
+from kvfit.fit.capture import Options as CaptureOptions
+from kvfit.fit.capture import check_batch_size
 from kvfit.fit.layout import Layout, StatsDtype
 from kvfit.fit.moments import precise_matmul
+from kvfit.fit.options import Options as SolveOptions
 from kvfit.fit.problem import Problem
 from kvfit.spec import Inputs, ModelSpec, RopeSpec, Support
 
@@ -84,8 +87,11 @@ def measure_rates(device: str | None = None, seconds: float = 0.2) -> Rates:
     Args:
         device: None for the first GPU, else the CPU.
         seconds: how long to measure each.
+
+    Raises:
+        OptionError: no such device here.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = models.find_device(device)
     size = 4096 if place.type == "cuda" else 1024
 
     def rate(dtype: torch.dtype) -> float:
@@ -195,7 +201,7 @@ def plan(
     seq_len: int = 1024,
     token_stride: int = 4,
     skip_tokens: int = 0,
-    top_k: int | str = "all",
+    top_k: int | Literal["all", "auto"] = "all",
     support: Support = "full",
     inputs: Inputs = "same",
     stats_dtype: StatsDtype = "float32",
@@ -221,17 +227,30 @@ def plan(
         rates: of a machine, from `measure_rates`; without them there are no times.
 
     Raises:
+        OptionError: an option that `capture` or `solve` would refuse.
+        MismatchError: more source layers are asked for than there are.
         RefError: no such model.
         UnsupportedModelError: a configuration that does not say its geometry.
     """
+    capturing = CaptureOptions(
+        num_sequences=num_sequences,
+        seq_len=seq_len,
+        token_stride=token_stride,
+        skip_tokens=skip_tokens,
+        inputs=inputs,
+        stats_dtype=stats_dtype,
+    )
+    check_batch_size(batch_size)
+    solving = SolveOptions(top_k=top_k, support=support, inputs=inputs)
     pair = [_geometry(ref, revision, trust_remote_code) for ref, revision in zip((source, target), revisions, strict=True)]
     a, b = pair
     layout = Layout(_spec(a), _spec(b), inputs, stats_dtype)
-    kept = len(range(skip_tokens, seq_len, token_stride))
+    solving.check_layers(a.n_layers)
+    kept = len(capturing.kept)
     tokens = num_sequences * kept
     kinds = 2 if inputs == "both" else 1
     f1, g1 = a.n_heads * a.head_dim, b.n_heads * b.head_dim
-    chosen = a.n_layers if not isinstance(top_k, int) else min(top_k, a.n_layers)
+    chosen = top_k if isinstance(top_k, int) else a.n_layers
     # Features of one map, and how many systems it takes: one per target layer, or one for all that read every layer.
     f = chosen * kinds * (f1 if support == "full" else a.head_dim)
     systems = 2 * (1 if chosen == a.n_layers else b.n_layers) * (1 if support == "full" else b.n_heads)
@@ -287,8 +306,14 @@ def _parameters(config: Any, trust_remote_code: bool) -> int:
     """Parameters of the model that a configuration describes, from shapes alone."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UnsupportedModelError(
+            f"{config.model_type}: found no causal language model for this configuration ({reason}), needed a decoder"
+        ) from error
     # Tied weights are one parameter under two names; `parameters` counts them once.
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -305,7 +330,15 @@ def _spec(geometry: Geometry) -> ModelSpec:
 
 def _shape(geometry: Geometry) -> str:
     shape = f"{geometry.n_layers} layers x {geometry.n_heads} KV heads x {geometry.head_dim}"
-    return f"{geometry.name}: {shape}, {geometry.parameters / 1e9:.3g} B parameters"
+    return f"{geometry.name}: {shape}, {_count(geometry.parameters)} parameters"
+
+
+def _count(number: float) -> str:
+    for unit in ("", " k", " M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} B"
 
 
 def _size(count: float) -> str:

@@ -22,12 +22,14 @@ from kvfit.card import write_card
 from kvfit.errors import MismatchError, SolveError
 from kvfit.fit.fitter import HOLDOUT_ENOUGH, Fitted, Fitter
 from kvfit.fit.layout import SPLITS
+from kvfit.fit.models import find_device
 from kvfit.fit.options import RECIPES, Options
 from kvfit.fit.plots import r2_layers, r2_map
 from kvfit.fit.problem import Reader, check_budget
 from kvfit.fit.ridge import Precision
 from kvfit.fit.select import Chosen, Probe, probe
 from kvfit.fit.store import Store
+from kvfit.folders import require_writable
 from kvfit.spec import FORMAT_VERSION, KINDS, Kind, LayerMap, MapperSpec
 
 __all__ = ["HOLDOUT_ENOUGH", "RECIPES", "Options", "Solved", "solve"]
@@ -113,13 +115,15 @@ def solve(
 
 
 def check_new(out: Path) -> None:
-    """Refuse to write over anything.
+    """Refuse to write over anything, and a place that cannot be written.
 
     Raises:
         MismatchError: something is there.
+        BundleError: nothing can be made there.
     """
     if out.exists():
         raise MismatchError(f"found {out} already there, needed a new folder: choose another --out or remove it")
+    require_writable(out)
 
 
 def open_reader(
@@ -144,9 +148,10 @@ def open_reader(
         raise MismatchError(
             f"{opened.path}: found statistics of like kinds only, needed keys by values: capture with --inputs both"
         )
+    place = find_device(device)
     try:
-        place = torch.zeros(1, dtype=torch.float64, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as error:
+        torch.zeros(1, dtype=torch.float64, device=place)
+    except (RuntimeError, TypeError) as error:
         reason = str(error).split("\n")[0]
         raise MismatchError(f"--device {device}: found {reason!r}, needed a device that has float64: use cpu") from None
     if precision == "auto":
@@ -156,7 +161,8 @@ def open_reader(
         precision = "mixed" if slow else "float64"
     reader = Reader(opened, device=place, memory_budget=memory_budget, precision=precision)
     n_source = opened.source.n_layers
-    largest = n_source if isinstance(options.top_k, str) else min(options.top_k, n_source)
+    options.check_layers(n_source)
+    largest = n_source if isinstance(options.top_k, str) else options.top_k
     # Before anything long: what is known to be too much is refused now.
     check_budget(reader.problem("keys", range(largest), (0,), options.support, options.inputs), memory_budget, precision)
     return reader

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfit.errors import MismatchError
+from kvfit.errors import OptionError
 from kvfit.fit.fitter import Fitter, Quality
 from kvfit.fit.options import Options
 from kvfit.fit.plots import sweep_curves
@@ -70,13 +70,13 @@ def parse_grid(items: Sequence[str]) -> Grid:
     """``["top_k=1,2,all", "penalty=1e-3,1e-2"]`` as names and values.
 
     Raises:
-        MismatchError: an unknown name, a value that the option does not take, or a name given twice.
+        OptionError: an unknown name, a value that the option does not take, or a name given twice.
     """
     grid: Grid = {}
     for item in items:
         name, _, values = item.partition("=")
         if name not in CHOICES or name in grid:
-            raise MismatchError(
+            raise OptionError(
                 f"--sweep: found {item!r}, needed NAME=VALUE,VALUE with NAME one of {', '.join(CHOICES)}, each once"
             )
         grid[name] = [_value(name, value) for value in values.split(",")]
@@ -92,7 +92,7 @@ def _value(name: str, text: str) -> Any:
         Options(**asked)
     except (KeyError, ValueError):
         needed = ", ".join([*(["a number"] if name in NUMBERS else []), *CHOICES[name]])
-        raise MismatchError(f"--sweep {name}: found {text!r}, needed {needed}") from None
+        raise OptionError(f"--sweep {name}: found {text!r}, needed {needed}") from None
     return value
 
 
@@ -128,6 +128,8 @@ def sweep(
     full = [asked for asked in combinations if asked.support == "full"]
     wanted = dataclasses.replace(largest, support="full" if full else "head")
     reader = open_reader(store, wanted, device=device, memory_budget=memory_budget, precision=precision)
+    for asked in combinations:
+        asked.check_layers(reader.store.source.n_layers)
     shared: dict[Options, dict[Any, Quality]] = {}
     probes: dict[Support, dict[Kind, Probe]] = {}
     times: dict[tuple[Any, ...], float] = {}

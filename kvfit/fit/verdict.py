@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvfit.errors import MismatchError
+from kvfit.errors import OptionError
 from kvfit.fit.diagnose import Diagnosis
 from kvfit.spec import KINDS
 
@@ -60,7 +60,7 @@ class Thresholds:
         """The defaults with some changed, as a command line gives them.
 
         Raises:
-            MismatchError: no such threshold, or no number.
+            OptionError: no such threshold, or no number.
         """
         names = [one.name for one in fields(cls)]
         numbers = {}
@@ -70,7 +70,7 @@ class Thresholds:
             except ValueError:
                 numbers[name] = float("nan")
             if name not in names or not isfinite(numbers[name]):
-                raise MismatchError(f"--threshold: found {name}={value}, needed a number for one of {', '.join(names)}")
+                raise OptionError(f"--threshold: found {name}={value}, needed a number for one of {', '.join(names)}")
         return cls(**numbers)
 
 

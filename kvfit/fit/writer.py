@@ -90,7 +90,7 @@ class StoreWriter:
             StoreError: no store, a damaged record, or another process writes it.
         """
         read_record(path)  # says by name what is wrong before a lock file appears in a folder that is no store
-        lock = take_lock(path)
+        lock = take_lock(path, path)
         try:
             writer = cls(path, read_record(path), lock)
             for name in path.glob("*.partial"):
@@ -214,7 +214,7 @@ def building(path: Path) -> Iterator[tuple[Path, int]]:
         root.mkdir(exist_ok=True)
     except OSError as error:
         raise StoreError(f"{path} cannot be created: {error}") from error
-    lock = take_lock(root)
+    lock = take_lock(root, path)
     try:
         for name in root.iterdir():  # left by a process that was killed here
             if name.name != LOCK_NAME:
@@ -240,8 +240,12 @@ def publish(root: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def take_lock(root: Path) -> int:
+def take_lock(root: Path, path: Path) -> int:
     """The exclusive lock of a store, as an open file handle; closing it, or dying, lets go.
+
+    Args:
+        root: the folder to lock, which may be where the store is being built.
+        path: the store, as its user knows it.
 
     Raises:
         StoreError: another process has it, or this system has no file locks.
@@ -253,14 +257,14 @@ def take_lock(root: Path) -> int:
     try:
         handle = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise StoreError(f"{root} cannot be locked: {error}") from error
+        raise StoreError(f"{path} cannot be locked: {error}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(handle)
         if isinstance(error, BlockingIOError):
-            raise StoreError(f"{root} is being written by another process; wait for it or choose another --out") from None
-        raise StoreError(f"{root} cannot be locked: {error}; use a file system with flock") from error
+            raise StoreError(f"{path} is being written by another process; wait for it or choose another --out") from None
+        raise StoreError(f"{path} cannot be locked: {error}; use a file system with flock") from error
     return handle
 
 
