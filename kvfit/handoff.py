@@ -91,7 +91,7 @@ def handoff(
     """Give the target a conversation that the source has read.
 
     What was mapped is looked at once for NaN and infinity, which a broken source cache would spread over every logit; it waits
-    for the device, and took 0.1 of 15 ms for 1,024 tokens of the demo pair on a CPU.
+    for the device, and took 0.3 to 0.8 of 14 ms for 1,024 tokens of the demo pair on a CPU.
 
     Args:
         mapper: from the source to the target.
