@@ -272,12 +272,21 @@ def _quality(bundle: Bundle) -> str:
     tokens, where = _at(evaluation, "tokens"), _at(evaluation, "text")
     if isinstance(tokens, dict):
         counts = ", ".join(f"{tokens[name]} {name}" for name in sorted(tokens))
-        text += f"\n\nText: {_cell(where)}, which neither fit nor selection saw ({counts})."
+        text += f"\n\nText: {_cell(where)} ({counts}). {_overlap(evaluation)}"
     transfer, prefill = _at(evaluation, "milliseconds", "transfer"), _at(evaluation, "milliseconds", "prefill")
     if isinstance(transfer, int | float) and isinstance(prefill, int | float) and transfer > 0:
         times = prefill / transfer
         text += f"\n\nLatency, median: transfer {transfer:.1f} ms, prefill {prefill:.1f} ms ({times:.1f} times as long)."
     return text
+
+
+def _overlap(evaluation: dict[str, Any]) -> str:
+    """Whether the mapper was fitted on what it was measured on: claimed only where it was looked up."""
+    if _at(evaluation, "overlap", "checked") is not True:
+        return "Whether the mapper was fitted on some of it is not known: there is no record of the documents."
+    left_out = _at(evaluation, "overlap", "left_out")
+    more = f"; {left_out} documents that they did see were left out" if type(left_out) is int and left_out else ""
+    return f"Neither fit nor selection saw any of it{more}."
 
 
 def _limits(bundle: Bundle, license: str | None) -> str:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_pair import SOURCE, TARGET, Batch, batches, budget, capture, model, scratch, worst_error
+from random_pair import SOURCE, TARGET, TOKEN_BYTES, Batch, batches, budget, capture, model, scratch, worst_error
 
 from kvfit.errors import MismatchError, StoreError
 from kvfit.fit import accumulate, layout
 from kvfit.fit.record import read_record
 from kvfit.fit.store import Accumulator, Store
+from kvfit.fit.updater import working_bytes
 
 RECIPE = {"seed": 0}
 SIZES = [30] * 10
@@ -445,6 +446,17 @@ def test_the_buffer_is_sized_by_the_budget(tmp_path: Path) -> None:
         assert accumulator.buffer_tokens == 1
     with create(tmp_path / "most.zarr", memory_budget=1 << 40) as accumulator:
         assert accumulator.buffer_tokens == accumulate.LARGEST_BUFFER
+
+
+def test_the_least_budget_is_what_one_token_and_the_blocks_take() -> None:
+    shapes = layout.Layout(SOURCE, TARGET, "same", "float32")
+    least = TOKEN_BYTES + working_bytes(shapes)
+    accumulate.check_budget(shapes, least)
+    with pytest.raises(MismatchError, match=rf"--memory-budget: found {least - 1} bytes, needed at least \d+KiB"):
+        accumulate.check_budget(shapes, least - 1)
+    # A large pair: three float64 slots of 64 MiB, a float32 product, and two chunks of at most 64 MB.
+    large = layout.Layout(model(40, 8, 128), model(64, 8, 128), "same", "float32")
+    assert 224 << 20 < working_bytes(large) < 360 << 20
 
 
 def test_only_the_upper_triangle_is_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

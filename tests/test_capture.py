@@ -3,21 +3,30 @@
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvfit.bundle import Bundle
 from kvfit.errors import MismatchError, StoreError, TextError
 from kvfit.fit import models
 from kvfit.fit.activations import Activations
 from kvfit.fit.capture import Options, capture
+from kvfit.fit.digests import digest, of_recipe, parse
+from kvfit.fit.record import read_record
+from kvfit.fit.solve import Options as SolveOptions
+from kvfit.fit.solve import solve
 from kvfit.fit.store import Store
-from kvfit.fit.text import TextOptions, sequences
+from kvfit.fit.text import TextOptions, documents, sequences
 from kvfit.identity import describe_model
 
 TEXT = TextOptions("demo:text")
@@ -150,12 +159,13 @@ def test_an_interrupted_capture_ends_with_the_same_bits(
 
         monkeypatch.setattr(Activations, "__call__", tripped)
         try:
-            capture(str(tiny_pair[0]), str(tiny_pair[1]), out, resume=out.exists(), **arguments)
+            capture(str(tiny_pair[0]), str(tiny_pair[1]), out, resume=True, **arguments)  # also where there is nothing yet
             finished = True
         except KeyboardInterrupt:
             stops += 1
         assert stops < 20
     assert stops >= 2
+    assert read_record(tmp_path / "whole.zarr").cursor == read_record(out).cursor
     one, other = Store.open(tmp_path / "whole.zarr"), Store.open(out)
     for split in ("fit", "holdout"):
         assert one.count(split) == other.count(split)
@@ -167,6 +177,76 @@ def test_an_interrupted_capture_ends_with_the_same_bits(
             assert torch.equal(
                 one.cross_scatter(split, ("keys", i), ("keys", 1)), other.cross_scatter(split, ("keys", i), ("keys", 1))
             )
+
+
+def test_the_store_says_which_documents_are_in_it_and_the_bundle_keeps_it(store: Path, tmp_path: Path) -> None:
+    cursor = Store.open(store).record.cursor
+    wanted = [digest(text) for text in islice(documents(TEXT), 12)]
+    assert parse(cursor["captured"]) == wanted
+    assert cursor["passed"] == ""
+    solved = solve(store, tmp_path / "bundle", options=SolveOptions(top_k=1, penalty=0.1), progress=False)
+    recipe = Bundle.open(solved.bundle).recipe
+    assert of_recipe(recipe) == set(wanted)
+    assert {name: value for name, value in recipe.items() if name != "documents"} == Store.open(store).recipe
+
+
+def few(path: Path, count: int) -> TextOptions:
+    """A file of some documents, the second one twice."""
+    texts = list(islice(documents(TEXT), count))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts[:2], texts[1], *texts[2:]]))
+    return TextOptions(str(path))
+
+
+def test_a_capture_that_ends_before_a_commit_leaves_nothing(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """So that the advice can be followed: with fewer sequences, under the same name."""
+    text = few(tmp_path / "few.jsonl", 8)
+    arguments = {"text": text, "loading": FLOAT32, "progress": False}
+    refs = [str(folder) for folder in tiny_pair]
+    with pytest.raises(TextError, match=r"found 8 sequences .* 1 repeated\), needed 12: lower --num-sequences .*or give more"):
+        capture(*refs, tmp_path / "s.zarr", options=SMALL, **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["few.jsonl"]
+    captured = capture(*refs, tmp_path / "s.zarr", options=replace(SMALL, num_sequences=8), **arguments)
+    assert (captured.sequences, captured.repeated) == (8, 1)
+    assert "1 repeated documents skipped" in str(captured)
+
+
+def test_a_capture_that_ends_after_a_commit_goes_on_with_more_text(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvfit.fit.accumulate.LARGEST_BUFFER", 50)
+    text = few(tmp_path / "few.jsonl", 8)
+    arguments = {"text": text, "options": SMALL, "loading": FLOAT32, "batch_size": 2, "progress": False}
+    refs = [str(folder) for folder in tiny_pair]
+    with pytest.raises(TextError, match=r"found 8 sequences .*: add text to it and pass --resume; or lower .* another --out"):
+        capture(*refs, tmp_path / "s.zarr", **arguments)
+    few(tmp_path / "few.jsonl", 12)
+    assert capture(*refs, tmp_path / "s.zarr", resume=True, **arguments).sequences == 12
+    capture(*refs, tmp_path / "whole.zarr", **arguments)
+    assert read_record(tmp_path / "whole.zarr").cursor == read_record(tmp_path / "s.zarr").cursor
+
+
+def test_more_tokens_than_positions_are_refused_before_weights_are_loaded(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_pair[1], tmp_path / "short"))
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 63}))
+    with pytest.raises(MismatchError, match=r"--seq-len: found 64 tokens, needed at most the 63 positions of \S+short"):
+        capture(str(tiny_pair[0]), str(folder), tmp_path / "s.zarr", text=TEXT, options=SMALL, progress=False)
+
+
+def test_a_budget_for_nothing_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    refs = [str(folder) for folder in tiny_pair]
+    with pytest.raises(MismatchError, match=r"--memory-budget: found 1 bytes, needed at least \d+KiB") as caught:
+        capture(*refs, tmp_path / "s.zarr", text=TEXT, options=SMALL, memory_budget=1, loading=FLOAT32, progress=False)
+    assert list(tmp_path.iterdir()) == []
+    least = int(re.search(r"(\d+)KiB", str(caught.value))[1]) << 10  # type: ignore[index]
+    capture(*refs, tmp_path / "s.zarr", text=TEXT, options=SMALL, memory_budget=least, loading=FLOAT32, progress=False)
+
+
+def test_the_parts_of_several_processes_are_not_begun_anew_by_one(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "s.zarr.rank0").mkdir()
+    with pytest.raises(StoreError, match="found the part of one process of several"):
+        capture(*map(str, tiny_pair), tmp_path / "s.zarr", text=TEXT, options=SMALL, resume=True, progress=False)
 
 
 def test_resuming_with_another_recipe_names_the_field(tiny_pair: tuple[Path, Path], store: Path) -> None:
@@ -260,7 +340,9 @@ def test_a_model_that_is_offloaded_whole_runs_where_accelerate_runs_it(tiny_pair
         assert all(torch.equal(*pair) for pair in zip(features[0][kind], features[1][kind], strict=True))
 
 
-def test_two_processes_of_torchrun_end_in_one_store(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_two_processes_of_torchrun_end_in_one_store(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against one process: the same tokens in each split, the same moments to rounding; the parts are gone."""
     words = [*map(str, tiny_pair), "--dataset", "demo:text", "--num-sequences", "22", "--seq-len", "48", "--holdout", "0.3"]
     words += ["--batch-size", "4", "--stats-dtype", "float64", "--token-stride", "2", "--dtype", "float32"]
@@ -275,9 +357,21 @@ def test_two_processes_of_torchrun_end_in_one_store(tiny_pair: tuple[Path, Path]
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("22 sequences") == 1  # said once, by the first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.zarr", "two.zarr"]
     one, two = Store.open(tmp_path / "one.zarr"), Store.open(tmp_path / "two.zarr")
     assert two.recipe["part"] == {"merged": [{"of": 2, "rank": 0}, {"of": 2, "rank": 1}]}
+    assert two.record.cursor["captured"] == "".join(sorted(parse(one.record.cursor["captured"])))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "two.zarr.rank1").mkdir()  # killed while it tidied up
+    options = Options(num_sequences=22, seq_len=48, token_stride=2, holdout=0.3, stats_dtype="float64")
+    arguments = {"text": TEXT, "loading": FLOAT32, "batch_size": 4, "resume": True, "progress": False}
+    again = capture(*map(str, tiny_pair), tmp_path / "two.zarr", options=options, **arguments)
+    assert (again.sequences, again.tokens) == (22, two.count("all"))
+    assert not (tmp_path / "two.zarr.rank1").exists()
+    with pytest.raises(StoreError, match=r"recipe\.options\.seed = 0, this run has 1"):
+        capture(*map(str, tiny_pair), tmp_path / "two.zarr", options=replace(options, seed=1), **arguments)
     for split in ("fit", "holdout"):
         assert one.count(split) == two.count(split) > 0
         for i, j in ((0, 0), (0, 2)):

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from fitted import FLOAT32, fit_tiny, heldout, paired
 
-from kvfit.bundle import Bundle
+from kvfit.bundle import Bundle, write_bundle
 from kvfit.cache import cache_argument, new_cache
 from kvfit.errors import BundleError, MismatchError, TextError
 from kvfit.fit import evaluate as evaluation
@@ -21,7 +22,7 @@ from kvfit.fit.clock import Effort, crossover, lengths_up_to, timed
 from kvfit.fit.evaluate import Options, evaluate
 from kvfit.fit.intervals import cluster_interval, share_interval, share_of_gap
 from kvfit.fit.likelihood import likelihood
-from kvfit.fit.text import TextOptions
+from kvfit.fit.text import TextOptions, documents
 
 Loader = Callable[[Path | str], Any]
 SMALL = Options(
@@ -192,6 +193,69 @@ def test_further_texts_and_lengths_are_reported_apart(bundle: Path, tiny_pair: t
     assert str(tmp_path) not in text
     assert "evaluation-match.png" in text
     assert (copied / "evaluation-match.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_documents_that_the_map_was_fitted_on_are_left_out(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also of further texts and of the contexts of probes; what is measured is what the rest alone gives."""
+    source, target = map(str, tiny_pair)
+    fitted, fresh = (list(islice(documents(TextOptions(name)), 5)) for name in ("demo:text", "demo:heldout"))
+    reports = []
+    for name, texts in (("mixed", [*fitted[:2], *fresh[:3], fitted[2], *fresh[3:]]), ("fresh", fresh)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        text = TextOptions(str(tmp_path / f"{name}.jsonl"))
+        copied = Path(shutil.copytree(bundle, tmp_path / name))
+        reports.append(
+            evaluate(
+                copied, source=source, target=target, text=text, texts={"more": text},
+                options=replace(SMALL, diagnose=0, repeats=0), loading=FLOAT32, progress=False,
+            ).report
+        )  # fmt: skip
+    mixed, alone = reports
+    assert mixed["overlap"] == {"checked": True, "left_out": 3}
+    assert alone["overlap"] == {"checked": True, "left_out": 0}
+    assert mixed["texts"]["more"]["left_out"] == 3
+    for part in ("arms", "recall"):
+        assert mixed[part] == alone[part]
+    assert mixed["texts"]["more"]["arms"] == alone["arms"] | {arm: row | {"recall": None} for arm, row in alone["arms"].items()}
+    assert (
+        "Neither fit nor selection saw any of them; 3 that they did see were left out."
+        in (tmp_path / "mixed" / "evaluation.md").read_text()
+    )
+    assert "; 3 documents that they did see were left out." in (tmp_path / "mixed" / "README.md").read_text()
+
+
+def test_the_text_that_was_captured_is_refused(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    text = tmp_path / "captured.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in islice(documents(TextOptions("demo:text")), 2)))
+    source, target = map(str, tiny_pair)
+    with pytest.raises(TextError, match=r"found 0 different documents .* beside 2 that the mapper was fitted on"):
+        evaluate(bundle, source=source, target=target, text=TextOptions(str(text)), options=SMALL, progress=False)
+
+
+def test_a_bundle_without_a_record_gets_no_claim(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    opened = Bundle.open(bundle)
+    recipe = {name: value for name, value in opened.recipe.items() if name != "documents"}
+    weights = ((layer.kind, layer.layer_index, *opened.layer(layer.kind, layer.layer_index)) for layer in opened.spec.layers)
+    write_bundle(tmp_path / "old", opened.spec, weights, recipe=recipe, solve=opened.solve)
+    source, target = map(str, tiny_pair)
+    options = replace(SMALL, diagnose=0, repeats=0, probes=0, greedy=0)
+    found = evaluate(
+        tmp_path / "old", source=source, target=target, text=TextOptions("demo:text"), options=options, loading=FLOAT32,
+        progress=False,
+    )  # fmt: skip
+    assert found.report["overlap"] == {"checked": False, "left_out": 0}
+    for name in ("evaluation.md", "README.md"):
+        text = (tmp_path / "old" / name).read_text()
+        assert "is not known" in text
+        assert "Neither fit nor selection" not in text
+
+
+def test_more_tokens_than_positions_are_refused(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_pair[0], tmp_path / "short"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 59}))
+    with pytest.raises(MismatchError, match=r"--prefix and --continuation: found 60 tokens, needed at most the 59 positions"):
+        evaluate(bundle, source=str(folder), target=str(tiny_pair[1]), options=SMALL, loading=FLOAT32, progress=False)
 
 
 def test_other_models_are_refused(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

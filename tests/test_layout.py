@@ -30,6 +30,7 @@ TIERS = (
     ("push",),
     # Everything heavy: the extra `fit`.
     ("fit",),
+    ("fit.digests",),
     (
         "fit.attention",
         "fit.curves",
@@ -43,7 +44,7 @@ TIERS = (
         "fit.ridge",
         "fit.text",
     ),
-    ("fit.activations", "fit.arms", "fit.options", "fit.recipe", "fit.record", "fit.report", "fit.selfcheck"),
+    ("fit.activations", "fit.arms", "fit.heldout", "fit.options", "fit.recipe", "fit.record", "fit.report", "fit.selfcheck"),
     ("fit.ask", "fit.buffer", "fit.clock", "fit.diagnose", "fit.inspect", "fit.likelihood", "fit.turns", "fit.writer"),
     ("fit.import_bundle", "fit.updater", "fit.verdict"),
     ("fit.accumulate",),

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_pair import Batch, batches, capture, model, scratch, worst_error
+from random_pair import SOURCE, TARGET, Batch, batches, capture, model, scratch, worst_error
 
 from kvfit.errors import MismatchError, StoreError
+from kvfit.fit import digests
 from kvfit.fit.merge import merge
-from kvfit.fit.store import Store
+from kvfit.fit.store import Accumulator, Store
 from kvfit.spec import KINDS
 
 SIZES = [20, 33, 8, 45, 12, 60, 5, 27, 31]
@@ -149,6 +150,34 @@ def test_one_part_is_not_counted_twice(tmp_path: Path) -> None:
     merge([a, b], tmp_path / "ab.zarr")
     with pytest.raises(MismatchError, match="hold the same part"):
         merge([tmp_path / "ab.zarr", b], tmp_path / "out.zarr")
+
+
+def captured(path: Path, rank: int, texts: str | None) -> Path:
+    """A store whose cursor says which documents are in it, one per letter."""
+    cursor = {"sequences": 9, "captured": "".join(map(digests.digest, texts))} if texts is not None else 7
+    with Accumulator.create(path, source=SOURCE, target=TARGET, recipe={"part": {"rank": rank}}) as accumulator:
+        for split, source, target in batches(SIZES):
+            accumulator.add(split, source, target, cursor)
+        accumulator.finish(cursor)
+    return path
+
+
+def test_the_same_text_twice_is_refused(tmp_path: Path) -> None:
+    a, b, c = (
+        captured(tmp_path / name, rank, texts) for rank, (name, texts) in enumerate({"a": "abc", "b": "de", "c": "fec"}.items())
+    )
+    with pytest.raises(MismatchError, match=r"c and \S+b hold the same text: found 2 documents .* first its number 1,"):
+        merge([a, b, c], tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()
+    merged = merge([b, a], tmp_path / "ab.zarr")
+    assert merged.record.cursor == {"sequences": 9, "captured": "".join(sorted(map(digests.digest, "abcde")))}
+    with pytest.raises(MismatchError, match="found 2 documents"):
+        merge([tmp_path / "ab.zarr", c], tmp_path / "out.zarr")
+
+
+def test_documents_are_known_where_every_part_knows_its_own(tmp_path: Path) -> None:
+    a, b = captured(tmp_path / "a", 0, "abc"), captured(tmp_path / "b", 1, None)
+    assert digests.of_cursor(merge([a, b], tmp_path / "ab.zarr").record.cursor) is None
 
 
 def test_nothing_is_left_of_a_merge_that_failed(tmp_path: Path) -> None:

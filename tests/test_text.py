@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvfit.errors import RefError, TextError
+from kvfit.errors import MismatchError, RefError, TextError
+from kvfit.fit import digests
 from kvfit.fit.text import Cursor, TextOptions, documents, sequences
 
 DOCUMENTS = [f"document {number} " + "word " * (number % 7) for number in range(40)]
@@ -165,6 +166,74 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("{}")
     with pytest.raises(TextError, match=r"needed files of one kind"):
         next(documents(TextOptions(str(tmp_path))))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_document_that_came_before_is_skipped_and_counted(tmp_path: Path, pack: bool) -> None:
+    """Wherever reading is resumed: what was seen goes along."""
+    texts = [f"{number} one two three four five" for number in (0, 1, 0, 2, 1, 1, 3, 0, 4)]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = TextOptions(str(path))
+    whole = list(sequences(options, Words(), seq_len=7, pack=pack))
+    once = list(dict.fromkeys(texts))
+    assert [name for sequence in whole for name in sequence.documents] == list(map(digests.digest, once))
+    assert whole[-1].cursor.repeated == 4
+    words = [token for text in once for token in [*Words()(text)["input_ids"], *[Words.eos_token_id] * pack]]
+    assert [token for sequence in whole for token in sequence.ids] == words[: 7 * len(whole)]
+    for stop in range(1, len(whole)):
+        seen = [name for sequence in whole[:stop] for name in sequence.documents]
+        assert list(sequences(options, Words(), seq_len=7, pack=pack, cursor=whole[stop - 1].cursor, seen=seen)) == whole[stop:]
+
+
+def test_documents_that_begin_alike_are_different_ones() -> None:
+    assert digests.digest("You are helpful. What is 1 + 1?") != digests.digest("You are helpful. What is 1 + 2?")
+    assert digests.digest("lone \ud800") != digests.digest("lone")
+    assert len(digests.digest("")) == digests.LENGTH
+
+
+def test_a_record_of_another_form_is_no_record() -> None:
+    name = digests.digest("a")
+    assert digests.of_recipe({"documents": name + name}) == {name}
+    for value in (None, 3, [name], "", name[1:], name + "!" * digests.LENGTH):
+        assert digests.of_recipe({"documents": value}) is None
+    assert digests.of_recipe({}) is None
+    assert digests.of_cursor(7) is None
+    assert digests.of_cursor({"captured": ""}) == []
+
+
+@pytest.mark.parametrize("change", [{"revision": "main"}, {"config": "small"}, {"split": "test"}])
+def test_what_only_the_hub_has_is_refused_beside_a_local_text(jsonl: Path, change: dict[str, str]) -> None:
+    option = "--split" if "split" in change else f"--dataset-{next(iter(change))}"
+    for dataset in (str(jsonl), str(jsonl.parent), "demo:text"):
+        with pytest.raises(MismatchError, match=f"{option}: found {next(iter(change.values()))} beside {dataset}"):
+            next(documents(TextOptions(dataset, **change)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "found nothing in it"),
+        ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "found UnicodeDecodeError .* mend or remove"),
+        ("latin.txt", "caf\xe9".encode("latin-1"), "needed UTF-8 text"),
+        ("prose.jsonl", b"not JSON\n", "one JSON object a line: mend or remove"),
+        ("number.jsonl", b'{"text": 5}\n', "found a number in column 'text' of document 0, needed text"),
+        ("null.jsonl", b'{"text": null}\n{"text": "a"}\n', "found null in column 'text'"),
+        ("chat.jsonl", b'{"text": [{"role": "user", "content": "x"}]}\n', "found a list in column 'text'.*chat template"),
+        ("table.csv", b"text\na\n", r"found \.csv, needed files of one kind"),
+    ],
+)
+def test_a_file_that_is_no_text_is_said_with_what_helps(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=message) as caught:
+        list(documents(TextOptions(str(tmp_path / name))))
+    assert "--resume" not in str(caught.value)
+
+
+def test_an_empty_file_of_a_folder_is_no_fault_of_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "here"}\n')
+    assert list(documents(TextOptions(str(tmp_path)))) == ["here"]
 
 
 def test_the_default_cursor_is_the_start() -> None:

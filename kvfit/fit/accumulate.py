@@ -18,12 +18,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kvfit.errors import StoreError
+from kvfit.errors import MismatchError, StoreError
 from kvfit.fit import moments
 from kvfit.fit.buffer import Activations, TokenBuffer
 from kvfit.fit.layout import SPLITS, Layout, Part, StatsDtype, array_path
 from kvfit.fit.record import BadValue, Batches, Tokens, first_difference
-from kvfit.fit.updater import BlockUpdater
+from kvfit.fit.updater import BlockUpdater, working_bytes
 from kvfit.fit.writer import StoreWriter
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, to_json
 
@@ -36,6 +36,21 @@ QUARANTINE_FROM = 100  # batches, before the share means anything
 def buffer_tokens(layout: Layout, memory_budget: int) -> int:
     """Tokens that the buffer of a store holds within `memory_budget` bytes."""
     return max(1, min(LARGEST_BUFFER, int(memory_budget * BUFFER_SHARE) // layout.token_bytes))
+
+
+def check_budget(layout: Layout, memory_budget: int) -> None:
+    """Refuse a budget that one token and the blocks on their way to disk exceed.
+
+    Raises:
+        MismatchError: with the least that will do.
+    """
+    least = layout.token_bytes + working_bytes(layout)
+    if memory_budget < least:
+        kib = -(-least // 1024)
+        raise MismatchError(
+            f"--memory-budget: found {memory_budget} bytes, needed at least {kib}KiB for one token and the blocks of this "
+            "pair: raise it"
+        )
 
 
 class Accumulator:

@@ -14,6 +14,23 @@ from kvfit.rope import angles, unrotate
 from kvfit.spec import KINDS, Kind, ModelSpec
 
 
+def check_positions(config: Any, name: str, n_tokens: int, option: str) -> None:
+    """Refuse more tokens than a model has positions for: with learned ones it would stop, with others say nonsense.
+
+    Args:
+        config: the model's configuration.
+        name: its ref, for the message.
+        n_tokens: of the longest sequence.
+        option: that says how many.
+
+    Raises:
+        MismatchError: too many.
+    """
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < n_tokens:
+        raise MismatchError(f"{option}: found {n_tokens} tokens, needed at most the {most} positions of {name}: lower {option}")
+
+
 class Activations:
     """One model of a pair: ids in, features of the kept tokens out."""
 

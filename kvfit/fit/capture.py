@@ -5,6 +5,7 @@ The models run once per pair; everything after that is linear algebra on the sto
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -20,13 +21,16 @@ from tqdm import tqdm
 
 from kvfit.errors import OptionError, StoreError, TextError
 from kvfit.fit import models
-from kvfit.fit.accumulate import Accumulator
-from kvfit.fit.activations import Activations
-from kvfit.fit.layout import SPLITS, Part, StatsDtype
+from kvfit.fit.accumulate import Accumulator, check_budget
+from kvfit.fit.activations import Activations, check_positions
+from kvfit.fit.digests import Documents
+from kvfit.fit.layout import SPLITS, Layout, Part, StatsDtype
 from kvfit.fit.merge import merge
 from kvfit.fit.ranks import Ranks, meeting
 from kvfit.fit.recipe import make_recipe
+from kvfit.fit.record import PART_FIELD, first_difference
 from kvfit.fit.selfcheck import self_check
+from kvfit.fit.store import Store
 from kvfit.fit.text import Cursor, Sequence, TextOptions, sequences
 from kvfit.identity import describe_model
 from kvfit.spec import Inputs, Kind
@@ -80,15 +84,25 @@ class Options:
 
 @dataclass(frozen=True)
 class Captured:
-    """What `capture` made."""
+    """What `capture` made.
+
+    Attributes:
+        store: its folder.
+        sequences: that were run.
+        short: documents skipped because they were shorter than a sequence.
+        repeated: documents skipped because they came before.
+        tokens: that were kept.
+    """
 
     store: Path
     sequences: int
     short: int
+    repeated: int
     tokens: int
 
     def __str__(self) -> str:
-        return f"{self.store}: {self.tokens} tokens of {self.sequences} sequences ({self.short} short documents skipped)"
+        skipped = f"{self.short} short and {self.repeated} repeated documents skipped"
+        return f"{self.store}: {self.tokens} tokens of {self.sequences} sequences ({skipped})"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "store": str(self.store)}
@@ -111,6 +125,7 @@ def capture(
     """Run both models over calibration text and accumulate their statistics.
 
     Started by torchrun, each process takes its own batches into a part of its own beside `out`, and the first merges them.
+    When it fails before anything was committed, nothing is left of it; after that, what was committed stays for `resume`.
 
     Args:
         source: ref of the source model.
@@ -122,11 +137,11 @@ def capture(
         revisions: of source and target.
         batch_size: sequences per forward pass; does not change the statistics beyond rounding.
         memory_budget: bytes for the token buffer and blocks, beyond the models.
-        resume: go on with a store that was interrupted.
+        resume: go on with a store that was interrupted; begin where there is none.
         progress: show bars.
 
     Raises:
-        MismatchError: the tokenizers differ.
+        MismatchError: the tokenizers differ, or an option is not for this pair or this text.
         OptionError: an option that cannot be.
         UnsupportedModelError: a model that cannot be proved right; names family, layer and reason.
         TextError: the text is unreadable or too short.
@@ -144,6 +159,9 @@ def capture(
         for ref, revision, how in zip((source, target), revisions, loading, strict=True)
     ]
     models.check_tokenizers(*tokenizers)
+    for ref, revision, how in zip((source, target), revisions, loading, strict=True):
+        config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
+        check_positions(config, ref, options.seq_len, "--seq-len")
     first = _first_batch(text, options, tokenizers[0], batch_size)
     placed = [how if how.device or how.device_map else replace(how, device=ranks.device()) for how in loading]
     pair = [
@@ -153,7 +171,10 @@ def capture(
     specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
     for loaded, spec in zip(pair, specs, strict=True):
         self_check(loaded.model, spec, first)
+    check_budget(Layout(specs[0], specs[1], options.inputs, options.stats_dtype), memory_budget)
     recipe = make_recipe(specs, text, asdict(options), loading, batch_size, ranks)
+    if ranks.size > 1 and out.exists():
+        return _merged_before(out, recipe, options, ranks)
     runners = [Activations(loaded.model, spec, options.kept) for loaded, spec in zip(pair, specs, strict=True)]
     if resume and part.exists():
         accumulator = Accumulator.resume(part, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
@@ -168,16 +189,37 @@ def capture(
             memory_budget=memory_budget,
             device=runners[0].device,
         )
-    with accumulator:
-        cursor = _run(accumulator, runners, text, options, tokenizers[0], batch_size, ranks, progress)
-        if not accumulator.finished:
-            accumulator.finish(cursor.to_json())
+    try:
+        with accumulator:
+            cursor, documents = _run(accumulator, runners, text, options, tokenizers[0], batch_size, ranks, progress)
+            if not accumulator.finished:
+                accumulator.finish({**cursor.to_json(), **documents})
+    except BaseException:
+        if accumulator.cursor is None:  # nothing was committed: what is there would only be in the way
+            shutil.rmtree(part, ignore_errors=True)
+        raise
     with meeting(ranks):
         if ranks.size > 1 and ranks.rank == 0:
             merge(ranks.parts(out), out)
             for path in ranks.parts(out):
                 shutil.rmtree(path)
-    return Captured(out, cursor.sequences, cursor.short, cursor.sequences * len(options.kept))
+    return Captured(out, cursor.sequences, cursor.short, cursor.repeated, cursor.sequences * len(options.kept))
+
+
+def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: Ranks) -> Captured:
+    """Several processes resume what they had finished and merged: nothing is left to do but to tidy up."""
+    store = Store.open(out)
+    given = json.loads(json.dumps(recipe))
+    difference = first_difference(store.recipe | {PART_FIELD: None}, given | {PART_FIELD: None}, "recipe")
+    if difference is not None:
+        field, old, new = difference
+        raise StoreError(f"{out} was made with {field} = {old!r}, this run has {new!r}; use the same value or another --out")
+    if ranks.rank == 0:
+        for path in ranks.parts(out):
+            shutil.rmtree(path, ignore_errors=True)
+    cursor = store.record.cursor or {}
+    short, repeated = (cursor.get(name, 0) for name in ("short", "repeated"))
+    return Captured(out, store.count("all") // len(options.kept), short, repeated, store.count("all"))
 
 
 def check_batch_size(batch_size: int) -> None:
@@ -191,13 +233,16 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
-    """Refuse before anything runs: an existing store that is not to be resumed, or nothing to resume."""
-    if resume and not (part.exists() or any(path.exists() for path in ranks.parts(out))):
-        raise StoreError(f"{part}: found nothing there, needed a store to resume: leave --resume out")
-    existing = [path for path in {out, part} if path.exists() and not (resume and path == part)]
-    if existing:
+    """Refuse before anything runs what exists already, unless it is to be resumed."""
+    existing = [path for path in (out, part) if path.exists()]
+    if existing and not resume:
         raise StoreError(
-            f"{existing[0]}: found something there already, needed a new path: choose another --out, or pass --resume"
+            f"{existing[0]}: found something there already, needed a new path: choose another --out, or go on with it: --resume"
+        )
+    first = Ranks(0, 2).part(out)
+    if resume and ranks.size == 1 and not existing and first.exists():
+        raise StoreError(
+            f"{first}: found the part of one process of several, needed as many processes as before: start it with torchrun"
         )
 
 
@@ -221,19 +266,26 @@ def _run(
     batch_size: int,
     ranks: Ranks,
     progress: bool,
-) -> Cursor:
+) -> tuple[Cursor, dict[str, Any]]:
+    """Where reading ended, and the documents for the store's cursor."""
     # A batch of both splits is two additions, and the store may commit between them. What is committed then is the cursor
     # before the batch and the splits of it that are in: the batch is run again and those are left out, so that batches stay
     # aligned and a resumed run gives the same bits.
-    stored = dict(accumulator.cursor or Cursor().to_json())
+    stored = dict(accumulator.cursor or {**Cursor().to_json(), **Documents().to_json()})
     added = stored.pop("added", [])
+    if "captured" not in stored:
+        raise StoreError(f"{accumulator.path}: found no record of its documents, needed one: capture into another --out")
+    documents = Documents(stored.pop("captured"), stored.pop("passed"))
     cursor = Cursor(**stored)
-    stream = sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack, cursor=cursor)
+    stream = sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack, cursor=cursor, seen=documents.all())
     with tqdm(
         total=options.num_sequences, initial=cursor.sequences, desc="capture", unit="seq", disable=None if progress else True
     ) as bar:
         for batch in _batches(stream, options.num_sequences - cursor.sequences, batch_size):
-            if not ranks.owns(cursor.sequences // batch_size):
+            own = ranks.owns(cursor.sequences // batch_size)
+            before = documents.to_json()
+            documents.add((name for sequence in batch for name in sequence.documents), own=own)
+            if not own:
                 cursor = batch[-1].cursor
                 bar.update(len(batch))
                 continue
@@ -246,16 +298,24 @@ def _run(
                 split = waiting.pop(0)
                 added = [*added, split]
                 rows = [row for row, of in enumerate(splits) if of == split]
-                state = {**cursor.to_json(), "added": added} if waiting else following.to_json()
+                state = (
+                    {**cursor.to_json(), **before, "added": added}
+                    if waiting
+                    else {**following.to_json(), **documents.to_json()}
+                )
                 accumulator.add(split, _pooled(source, rows), _pooled(target, rows), state)
             added, cursor = [], following
             bar.update(len(batch))
     if cursor.sequences < options.num_sequences:
-        raise TextError(
+        found = (
             f"{text.dataset}: found {cursor.sequences} sequences of {options.seq_len} tokens ({cursor.short} documents were "
-            f"shorter), needed {options.num_sequences}: lower --num-sequences or --seq-len, pass --pack, or give more text"
+            f"shorter, {cursor.repeated} repeated), needed {options.num_sequences}: "
         )
-    return cursor
+        fewer = "lower --num-sequences or --seq-len, or pass --pack"
+        if accumulator.cursor is None:
+            raise TextError(f"{found}{fewer}, or give more text")
+        raise TextError(f"{found}add text to it and pass --resume; or {fewer}, with another --out")
+    return cursor, documents.to_json()
 
 
 def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterator[list[Sequence]]:

@@ -1,4 +1,4 @@
-"""The verb `evaluate`: is the mapped cache worth having? On text that neither fit nor selection saw.
+"""The verb `evaluate`: is the mapped cache worth having? On documents that were not captured, where the bundle says which were.
 
 Likelihood and recall are measured for every arm (see `kvfit.fit.arms`), with intervals over documents; every layer and head is
 diagnosed; transfer and prefill are timed; and a verdict is bound to the digest of the weights.
@@ -11,28 +11,28 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from kvfit.bundle import Bundle, add_files
 from kvfit.card import write_card
-from kvfit.errors import BundleError, OptionError, TextError
-from kvfit.fit import arms, models
+from kvfit.errors import BundleError, OptionError
+from kvfit.fit import arms, digests, models
+from kvfit.fit.activations import check_positions
 from kvfit.fit.arms import Arm
 from kvfit.fit.ask import pooled, recall_table
 from kvfit.fit.clock import Effort, milliseconds
 from kvfit.fit.curves import pictures
 from kvfit.fit.diagnose import Diagnosis, diagnose
+from kvfit.fit.heldout import fillers, heldout
 from kvfit.fit.intervals import share_interval, share_of_gap
 from kvfit.fit.likelihood import Scores, likelihood
 from kvfit.fit.recall import PROBE_KINDS, ProbeKind
 from kvfit.fit.recipe import public_name
 from kvfit.fit.report import written
-from kvfit.fit.text import TextOptions, documents, sequences
+from kvfit.fit.text import TextOptions
 from kvfit.fit.turns import drift
 from kvfit.fit.verdict import Reasons, Thresholds, control_lead, judge, judge_map
 from kvfit.spec import KINDS
@@ -40,8 +40,6 @@ from kvfit.spec import KINDS
 __all__ = ["Evaluated", "Options", "Thresholds", "evaluate"]
 
 LEAST_MAPPED = 0.25  # of the context, in the arm that is judged
-# A text that holds probes of its own would ask two things at once.
-PROBE_MARKS = ("[Codes", "[Recall")
 
 
 @dataclass(frozen=True)
@@ -184,14 +182,19 @@ def evaluate(
     # Text is read before weights are loaded, so that too little of it is found out at once.
     refs = models.recorded_refs(opened.spec, source, target)
     tokenizer = models.load_tokenizer(*refs[1], trust_remote_code=loading[1].trust_remote_code)
+    fitted = digests.of_recipe(opened.recipe)
     read = {
-        prefix: _documents(text, tokenizer, prefix + options.continuation, options.documents) for prefix in options.prefixes
+        prefix: heldout(text, tokenizer, prefix + options.continuation, options.documents, fitted)
+        for prefix in options.prefixes
     }
     longest = options.prefixes[-1]
     further = {
-        name: _documents(other, tokenizer, longest + options.continuation, options.documents)
+        name: heldout(other, tokenizer, longest + options.continuation, options.documents, fitted)
         for name, other in (texts or {}).items()
     }
+    for (ref, revision), how in zip(refs, loading, strict=True):
+        config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
+        check_positions(config, ref, longest + options.continuation, "--prefix and --continuation")
     pair, tokenizer = arms.load_pair(
         opened,
         source=source,
@@ -202,10 +205,16 @@ def evaluate(
         recompute=options.recompute,
     )
     measured = _Measured(pair, tokenizer, options, progress)
-    report = measured.report(opened, read, further, _fillers(text, options.probes) if options.probes else [])
+    report = measured.report(
+        opened,
+        {prefix: found.ids for prefix, found in read.items()},
+        {name: found.ids for name, found in further.items()},
+        fillers(text, options.probes, fitted) if options.probes else [],
+    )
     report["text"] = public_name(text.dataset)
+    report["overlap"] = {"checked": fitted is not None, "left_out": read[longest].left_out}
     for name, other in (texts or {}).items():
-        report["texts"][name]["text"] = public_name(other.dataset)
+        report["texts"][name] |= {"text": public_name(other.dataset), "left_out": further[name].left_out}
     data = json.dumps(_finite(report), indent=2, sort_keys=True, allow_nan=False) + "\n"
     files = {"evaluation.json": data.encode(), "evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
     add_files(opened.folder, files)
@@ -220,26 +229,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _documents(text: TextOptions, tokenizer: Any, length: int, count: int) -> Tensor:
-    """(N, length) ids of different documents: with the same one twice, `shuffled` would be no control."""
-    rows: dict[tuple[int, ...], None] = {}
-    for sequence in sequences(text, tokenizer, seq_len=length):
-        rows.setdefault(tuple(sequence.ids))
-        if len(rows) == count:
-            break
-    if len(rows) < 2:
-        raise TextError(
-            f"{text.dataset}: found {len(rows)} different documents of {length} tokens, needed at least 2: lower --prefix or "
-            f"give more text"
-        )
-    return torch.tensor(list(rows))
-
-
-def _fillers(text: TextOptions, count: int) -> list[str]:
-    plain = (document for document in documents(text) if not any(mark in document for mark in PROBE_MARKS))
-    return list(islice(plain, count))
 
 
 class _Measured:

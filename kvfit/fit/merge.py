@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError
-from kvfit.fit import moments
+from kvfit.fit import digests, moments
 from kvfit.fit.layout import SPLITS, BlockArray, Chunk, Layout, Part
 from kvfit.fit.record import PART_FIELD, Array, Batches, Record, Tokens, first_difference
 from kvfit.fit.store import Store
@@ -26,7 +26,8 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
 
     Each store sums about a shift of its own, so its products are first brought about one common shift, the mean over all
     parts, which adds the between-shard mean term; see `moments.reshift`. The result does not depend on the order of the
-    paths but for rounding. The merged recipe is the common one; its field ``part`` lists the parts'.
+    paths but for rounding. The merged recipe is the common one; its field ``part`` lists the parts'. The merged cursor is what
+    the parts' have in common, with the documents of all of them.
 
     Args:
         paths: stores that agree in models, inputs, stats_dtype and, but for the field ``part``, recipe.
@@ -36,13 +37,14 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
         The merged store.
 
     Raises:
-        MismatchError: the stores differ in a field, named with both values, or one is given twice.
+        MismatchError: the stores differ in a field, named with both values, or one is given twice, or a document is in two.
         StoreError: a store is missing, unfinished or damaged, `out` exists, or the disk refuses.
     """
     stores = [Store.open(path) for path in paths]
     if not stores:
         raise MismatchError("no store to merge; name at least one")
     _check_alike(stores)
+    _check_documents(stores)
     common = _common_shift(stores)
     parts = [_Shifted.of(store, common) for store in stores]
     records = [store.record for store in stores]
@@ -55,7 +57,7 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
             if any(part.store.count(split) for part in parts):
                 _merge_split(writer, parts, split)
         writer.commit(
-            cursor=None,
+            cursor=_merged_cursor(records),
             tokens=Tokens(*(sum(store.count(split) for store in stores) for split in SPLITS)),
             batches=_merged_batches(records),
             buffer_tokens=None,
@@ -158,6 +160,35 @@ def _check_alike(stores: Sequence[Store]) -> None:
             raise MismatchError(
                 f"{stores[0].path} has {field.lstrip('.')} = {one!r}, {store.path} has {two!r}; only stores that agree merge"
             )
+
+
+def _check_documents(stores: Sequence[Store]) -> None:
+    """Refuse the same text twice, as far as the stores say what they hold."""
+    seen: dict[str, Path] = {}
+    for store in stores:
+        found = digests.of_cursor(store.record.cursor) or []
+        twice = [number for number, name in enumerate(found) if name in seen]
+        if twice:
+            raise MismatchError(
+                f"{store.path} and {seen[found[twice[0]]]} hold the same text: found {len(twice)} documents of the former in "
+                f"the latter, first its number {twice[0]}, needed different documents: merge one of the two, or capture other "
+                "text"
+            )
+        seen.update(dict.fromkeys(found, store.path))
+
+
+def _merged_cursor(records: Sequence[Record]) -> dict[str, Any] | None:
+    """What the parts of one capture agree on (where its text ended), and all their documents, if each part says its own."""
+    cursors = [record.cursor for record in records]
+    if not all(isinstance(cursor, Mapping) for cursor in cursors):
+        return None
+    merged = {key: value for key, value in cursors[0].items() if all(cursor.get(key) == value for cursor in cursors)}
+    documents = [digests.of_cursor(cursor) for cursor in cursors]
+    for name in ("captured", "passed"):
+        merged.pop(name, None)
+    if None not in documents:
+        merged["captured"] = "".join(sorted(name for found in documents for name in found or ()))
+    return merged
 
 
 def _comparable(record: Record) -> dict[str, Any]:

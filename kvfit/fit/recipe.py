@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvfit.fit import models
+from kvfit.fit import digests, models
 from kvfit.fit.ranks import Ranks
 from kvfit.fit.text import TextOptions
 from kvfit.spec import ModelSpec
@@ -45,6 +45,15 @@ def make_recipe(
         "attn_implementation": [how.attn_implementation for how in loading],
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def bundle_recipe(recipe: dict[str, Any], cursor: Any) -> dict[str, Any]:
+    """What a bundle keeps of its store: the recipe, and which documents were captured where the store's cursor says it.
+
+    Sorted, so that the order of the text and of merging leaves no trace.
+    """
+    found = digests.of_cursor(cursor)
+    return recipe if not found else {**recipe, digests.FIELD: "".join(sorted(found))}
 
 
 def public_name(dataset: str) -> str:

@@ -49,8 +49,8 @@ def written(report: dict[str, Any], spec: MapperSpec) -> str:
         *(f"- {reason}" for reason in report["reasons"]),
         "",
         f"The source ({spec.source.ref}) has read a text; its cache is mapped, and the target ({spec.target.ref}) "
-        f"continues from it. Measured on {tokens['documents']} documents of {report['text']} that were not used for "
-        f"fitting: {tokens['prefix']} tokens of context, {tokens['continuation']} tokens scored.",
+        f"continues from it. Measured on {tokens['documents']} documents of {report['text']}: {tokens['prefix']} tokens of "
+        f"context, {tokens['continuation']} tokens scored. {_overlap(report)}",
         "",
         "## Likelihood",
         "",
@@ -79,6 +79,14 @@ def written(report: dict[str, Any], spec: MapperSpec) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _overlap(report: dict[str, Any]) -> str:
+    """Whether the mapper was fitted on what it was measured on: claimed only where it was looked up."""
+    if not report["overlap"]["checked"]:
+        return "Whether the mapper was fitted on some of them is not known: its bundle keeps no record of the documents."
+    left_out = report["overlap"]["left_out"]
+    return "Neither fit nor selection saw any of them" + (f"; {left_out} that they did see were left out." if left_out else ".")
 
 
 def _arms(table: dict[str, Any]) -> list[str]:
@@ -165,8 +173,9 @@ def _texts(report: dict[str, Any]) -> list[str]:
         lines += [
             f"## Other text: {name}",
             "",
-            f"{found['documents']} documents of {found['text']}, a text of another kind. Linear maps are known to "
-            "fail there first.",
+            f"{found['documents']} documents of {found['text']}, a text of another kind"
+            + (f"; {found['left_out']} that the mapper was fitted on were left out" if found["left_out"] else "")
+            + ". Linear maps are known to fail there first.",
             "",
             *_arms(found["arms"]),
             *_layer_table(found["layers"]),

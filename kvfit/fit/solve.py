@@ -26,6 +26,7 @@ from kvfit.fit.models import find_device
 from kvfit.fit.options import RECIPES, Options
 from kvfit.fit.plots import r2_layers, r2_map
 from kvfit.fit.problem import Reader, check_budget
+from kvfit.fit.recipe import bundle_recipe
 from kvfit.fit.ridge import Precision
 from kvfit.fit.select import Chosen, Probe, probe
 from kvfit.fit.store import Store
@@ -107,7 +108,8 @@ def solve(
         spec = mapper_spec(reader.store, options, map(_layer_map, details))
         report = _report(reader, options, probes, details)
         weights = ((m.kind, m.layer_index, *_load(Path(scratch), m.kind, m.layer_index)) for m in spec.layers)
-        write_bundle(out, spec, weights, recipe=reader.store.recipe, solve=report)
+        recipe = bundle_recipe(reader.store.recipe, reader.store.record.cursor)
+        write_bundle(out, spec, weights, recipe=recipe, solve=report)
     if plots:
         add_files(out, {"r2-map.png": r2_map(report), "r2-layers.png": r2_layers(report)})
     write_card(out)

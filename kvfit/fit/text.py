@@ -1,21 +1,23 @@
 """Text in, token sequences out, with a cursor that survives a kill.
 
 One sequence per document, its first `seq_len` tokens; shorter documents are skipped and counted. With `pack`, documents are
-joined and cut into sequences instead. Documents are read in order, never through a shuffle buffer, because such a buffer loses
-and repeats rows when a run is resumed.
+joined and cut into sequences instead. A document that came before is skipped and counted too: it would be fitted on and held
+out at once. Documents are read in order, never through a shuffle buffer, because such a buffer loses and repeats rows when a
+run is resumed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvfit.demo import TEXTS, demo_path
-from kvfit.errors import KvfitError, RefError, TextError
+from kvfit.errors import KvfitError, MismatchError, RefError, TextError
+from kvfit.fit import digests
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu"
 DEFAULT_CONFIG = "sample-10BT"
@@ -51,6 +53,7 @@ class Cursor:
         short: documents skipped because they were shorter than a sequence.
         digest: of the last sequence's ids, to see on resuming that the text is still the same.
         last: number of the document that gave the last sequence, -1 before the first.
+        repeated: documents skipped because one with the same text came before.
     """
 
     documents: int = 0
@@ -58,6 +61,7 @@ class Cursor:
     short: int = 0
     digest: str = ""
     last: int = -1
+    repeated: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,10 +69,17 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Sequence:
-    """`seq_len` token ids, and the cursor after them."""
+    """`seq_len` token ids.
+
+    Attributes:
+        ids: the ids.
+        cursor: where reading stands after them.
+        documents: digests of the documents that begin in it, see `kvfit.fit.digests`.
+    """
 
     ids: list[int]
     cursor: Cursor
+    documents: tuple[str, ...] = ()
 
 
 def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
@@ -76,7 +87,8 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
 
     Raises:
         RefError: there is no such file or dataset.
-        TextError: it cannot be read, or the column is missing.
+        MismatchError: an option of a dataset on the Hub beside a local one.
+        TextError: it cannot be read, or the column is missing or holds no text.
     """
     stream = _open(options)
     position = start
@@ -90,23 +102,42 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
         except Exception as error:
             # A dropped connection in the middle of a stream: open it again where it stopped, a bounded number of times.
             attempt += 1
-            if attempt > RETRIES or not isinstance(error, OSError | ConnectionError | TimeoutError):
+            if not isinstance(error, OSError | ConnectionError | TimeoutError):
                 raise TextError(
-                    f"{options.dataset}: found {type(error).__name__} at document {position} ({_line(error)}), needed readable "
-                    f"text: resume the capture later with --resume"
+                    f"{options.dataset}: found {type(error).__name__} at document {position} or a few after it "
+                    f"({_line(error)}), needed UTF-8 text, in .jsonl one JSON object a line: mend or remove what cannot be read"
+                ) from error
+            if attempt > RETRIES:
+                raise TextError(
+                    f"{options.dataset}: found {type(error).__name__} at document {position} ({_line(error)}), needed text "
+                    f"that can be reached: run the same command later, a capture with --resume"
                 ) from error
             time.sleep(min(2**attempt, 30))
             rows = iter(_open(options).skip(position))
             continue
         attempt = 0
         text = row.get(options.column)
-        if not isinstance(text, str):
+        if options.column not in row:
             raise TextError(
                 f"{options.dataset}: found columns {', '.join(map(str, row))} in document {position}, needed text in "
                 f"{options.column!r}: pass --text-column"
             )
+        if not isinstance(text, str):
+            raise TextError(
+                f"{options.dataset}: found {_kind(text)} in column {options.column!r} of document {position}, needed text: "
+                f"write one string per document (a conversation through the tokenizer's chat template), or pass another "
+                f"--text-column"
+            )
         position += 1
         yield text
+
+
+def _kind(value: Any) -> str:
+    """What a value is that is no text, in JSON's words."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
 
 
 def _open(options: TextOptions) -> Any:
@@ -118,6 +149,7 @@ def _open(options: TextOptions) -> Any:
     path = path or Path(options.dataset)
     try:
         if path.exists():
+            _check_local(options)
             kind, files = _files(path)
             extra = {"sample_by": "document"} if kind == "text" else {}
             return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **extra)
@@ -130,10 +162,26 @@ def _open(options: TextOptions) -> Any:
         return datasets.load_dataset(options.dataset, config, revision=options.revision, split=options.split, streaming=True)
     except KvfitError:
         raise
+    except StopIteration as error:  # what datasets raises where no file has a row
+        raise TextError(f"{options.dataset}: found nothing in it, needed text") from error
     except (OSError, ValueError) as error:
         raise RefError(
             f"{options.dataset}: found no readable dataset ({_line(error)}), needed one: check its name, or pass a local file"
         ) from error
+
+
+def _check_local(options: TextOptions) -> None:
+    """Refuse what would be ignored."""
+    for name, value, default in (
+        ("--dataset-config", options.config, None),
+        ("--dataset-revision", options.revision, None),
+        ("--split", options.split, TextOptions.split),
+    ):
+        if value != default:
+            raise MismatchError(
+                f"{name}: found {value} beside {options.dataset}, which is no dataset of the Hub and has none, needed nothing: "
+                f"leave {name} out"
+            )
 
 
 def _files(path: Path) -> tuple[str, list[str]]:
@@ -142,18 +190,32 @@ def _files(path: Path) -> tuple[str, list[str]]:
     suffixes = {kinds.get(p.suffix, "") for p in found}
     if len(suffixes) != 1 or "" in suffixes:
         raise TextError(
-            f"{path}: found {', '.join(sorted({p.suffix or p.name for p in found})) or 'nothing'}, needed files of one kind: "
-            f"{', '.join(kinds)}"
+            f"{path}: found {', '.join(sorted({p.suffix or p.name for p in found})) or 'nothing to read'}, needed files of one "
+            f"kind: {', '.join(kinds)}"
         )
     return suffixes.pop(), [str(p) for p in found]
 
 
 def sequences(
-    options: TextOptions, tokenizer: Any, *, seq_len: int, pack: bool = False, cursor: Cursor | None = None
+    options: TextOptions,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    pack: bool = False,
+    cursor: Cursor | None = None,
+    seen: Iterable[str] = (),
 ) -> Iterator[Sequence]:
     """Token sequences from where the cursor stands.
 
     Each text is tokenized once, with at most one beginning-of-sequence token; both models get these very ids.
+
+    Args:
+        options: where the text comes from.
+        tokenizer: of both models.
+        seq_len: tokens of a sequence.
+        pack: join documents and cut them.
+        cursor: where to begin; None for the start.
+        seen: digests of the documents in the sequences before the cursor. Not needed with `pack`.
 
     Raises:
         TextError: on resuming, the document that gave the last sequence no longer gives the same ids.
@@ -164,21 +226,34 @@ def sequences(
     if pack:
         yield from _packed(options, tokenizer, seq_len, cursor)
         return
-    count, short = cursor.sequences, cursor.short
+    count, short, repeated, known = cursor.sequences, cursor.short, cursor.repeated, set(seen)
     for number, text in enumerate(documents(options, cursor.documents), start=cursor.documents):
+        name = digests.digest(text)
+        if name in known:
+            repeated += 1
+            continue
         ids = _ids(tokenizer, text, seq_len)
         if len(ids) < seq_len:
             short += 1
             continue
+        known.add(name)
         count += 1
-        yield Sequence(ids, Cursor(number + 1, count, short, _digest(ids), number))
+        yield Sequence(ids, Cursor(number + 1, count, short, _digest(ids), number, repeated), (name,))
 
 
 def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> Iterator[Sequence]:
     """Documents joined by the end-of-text token and cut; on resuming the joined stream is made again from its start."""
     held: list[int] = []
-    count = 0
+    begun: tuple[str, ...] = ()  # in the sequence that is being filled: what is held is always less than one
+    known: set[str] = set()
+    count = repeated = 0
     for number, text in enumerate(documents(options)):
+        name = digests.digest(text)
+        if name in known:
+            repeated += 1
+            continue
+        known.add(name)
+        begun += (name,)
         held += _ids(tokenizer, text, None)
         if tokenizer.eos_token_id is not None:
             held.append(tokenizer.eos_token_id)
@@ -188,7 +263,8 @@ def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) 
             if count == cursor.sequences and _digest(ids) != cursor.digest:
                 raise TextError(_changed(options, number))
             if count > cursor.sequences:
-                yield Sequence(ids, Cursor(number + 1, count, 0, _digest(ids), number))
+                yield Sequence(ids, Cursor(number + 1, count, 0, _digest(ids), number, repeated), begun)
+            begun = ()
 
 
 def _ids(tokenizer: Any, text: str, limit: int | None) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfit.fit import moments
-from kvfit.fit.layout import BlockArray, Part
+from kvfit.fit.layout import BlockArray, Layout, Part
 from kvfit.fit.writer import StoreWriter
 from kvfit.spec import Kind
 
@@ -144,6 +144,13 @@ class BlockUpdater:
                 digests[number] = self._writer.add_to_chunk(split, array, number, addition)
         finally:
             self._slots.put(slot)
+
+
+def working_bytes(layout: Layout) -> int:
+    """Memory that updating the blocks of a store takes, whatever the number of tokens, and writing them."""
+    largest = max(_numbers(array, numbers) for array in layout.blocks for numbers in units(array))
+    # Sums in float64, one product in float32; a chunk as it is read and as it will be written.
+    return largest * (8 * SLOTS + 4) + 2 * max(array.chunk_bytes for array in layout.blocks)
 
 
 def units(array: BlockArray) -> Iterator[range]:

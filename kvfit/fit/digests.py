@@ -1,0 +1,71 @@
+"""Which documents a map was fitted on: a short digest of each, kept from the capture to the evaluation.
+
+A digest is the first 6 bytes of the SHA-256 of a document's whole text in base64, so 8 characters: text that merely begins
+alike, with one system prompt, is told apart, and a chance of 1 in 10^8 that two of a million documents meet is no loss, as
+then one document is left out that need not be. Digests stand one after the other in one string, as JSON values are.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LENGTH = 8  # characters
+FIELD = "documents"  # of a bundle's recipe
+
+
+def digest(text: str) -> str:
+    """The digest of a document."""
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]).decode("ascii")
+
+
+def parse(joined: str) -> list[str]:
+    """The digests of a string of them."""
+    return [joined[start : start + LENGTH] for start in range(0, len(joined), LENGTH)]
+
+
+@dataclass
+class Documents:
+    """The documents that a capture has taken so far, part of its cursor.
+
+    Attributes:
+        captured: digests of those that are in this process's statistics, in the order of the text.
+        passed: digests of those in the statistics of other processes, which this one has to know to see a repetition.
+    """
+
+    captured: str = ""
+    passed: str = ""
+
+    def add(self, found: Iterable[str], *, own: bool) -> None:
+        """Take the documents of a sequence."""
+        if own:
+            self.captured += "".join(found)
+        else:
+            self.passed += "".join(found)
+
+    def all(self) -> list[str]:
+        """All digests."""
+        return parse(self.captured) + parse(self.passed)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def of_cursor(cursor: Any) -> list[str] | None:
+    """The digests of the documents in a store, from its cursor; None where it keeps none."""
+    return _checked(cursor.get("captured")) if isinstance(cursor, Mapping) else None
+
+
+def of_recipe(recipe: Mapping[str, Any]) -> frozenset[str] | None:
+    """The digests of the documents that a bundle was fitted on; None where its recipe does not say."""
+    return frozenset(_checked(recipe.get(FIELD)) or ()) or None
+
+
+def _checked(value: Any) -> list[str] | None:
+    if not isinstance(value, str) or not re.fullmatch(rf"(?:[A-Za-z0-9+/]{{{LENGTH}}})*", value):
+        return None
+    return parse(value)
