@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit.decoder import configured_heads, family, layer_devices, text_config, unwrapped
+from kvfit.decoder import cached_heads, family, layer_devices, text_config, unwrapped
 from kvfit.errors import MismatchError, UnsupportedModelError
 
 __all__ = [
@@ -223,14 +223,19 @@ def layer_states(cache: Any) -> list[LayerState]:
     states = []
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
-        length = int(layer.get_seq_length())
+        length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0  # a layer that uses another's keys
         capacity = None if getattr(layer, "is_sliding", False) else getattr(layer, "max_cache_len", None)
         states.append(LayerState(length, keys if keys is not None and keys.dim() == 4 else None, capacity))
     return states
 
 
 def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
-    """Refuse a cache that another model has filled: by layers, heads and head size, as far as the configuration says them.
+    """Refuse a cache that another model has filled: by layers, heads and head size, as far as the model itself says them.
+
+    Args:
+        model: a causal language model.
+        cache: a transformers cache; an empty one fits any model.
+        name: what to call it.
 
     Raises:
         MismatchError: names what differs.
@@ -246,16 +251,15 @@ def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
     advice = "a cache that this model has filled, or that was mapped for it"
     if not least <= found <= most:
         raise MismatchError(f"{name}: found {found} layers, needed {least} as {family(model)} has: {advice}")
-    heads, head_dim = configured_heads(model)
+    heads = cached_heads(model)
     for layer_index, state in enumerate(layer_states(cache)):
-        if state.keys is None:
+        if state.keys is None or layer_index not in heads:
             continue
-        for what, size, needed in (
-            ("heads", state.keys.shape[1], heads),
-            ("features of a head", state.keys.shape[3], head_dim),
-        ):
-            if needed is not None and size != needed:
-                raise MismatchError(f"{name}, layer {layer_index}: found {size} {what}, needed {needed}: {advice}")
+        found_heads, needed_heads = (state.keys.shape[1], state.keys.shape[3]), heads[layer_index]
+        if found_heads != needed_heads:
+            raise MismatchError(
+                f"{name}, layer {layer_index}: found heads and head size {found_heads}, needed {needed_heads}: {advice}"
+            )
 
 
 def check_finite(cache: Any, name: str = "cache") -> None:

@@ -25,15 +25,23 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def configured_heads(model: Any) -> tuple[int | None, int | None]:
-    """Key/value heads and features of each, where the configuration has one number of each for all layers; else None."""
-    config = text_config(model)
-    values = config.to_dict()
-    heads = {value for name, value in values.items() if name.endswith("key_value_heads") and isinstance(value, int)}
-    sizes = {value for name, value in values.items() if name.endswith("head_dim") and isinstance(value, int)}
-    if not sizes and heads:  # what every family does that leaves it out
-        sizes = {config.hidden_size // config.num_attention_heads}
-    return (heads.pop() if len(heads) == 1 else None), (sizes.pop() if len(sizes) == 1 else None)
+def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
+    """Per decoder layer, key/value heads and features of each: where what the configuration says is what its projection makes.
+
+    Layers whose keys come from elsewhere (a fused or a latent projection) are left out, and so are those of another size.
+    """
+    values = text_config(model).to_dict()  # an attribute that differs between layers raises, and not as one that is missing
+    heads, head_dim = values.get("num_key_value_heads"), values.get("head_dim")
+    if not isinstance(heads, int):
+        return {}
+    if not isinstance(head_dim, int):  # what every family does that leaves it out
+        head_dim = values["hidden_size"] // values["num_attention_heads"]
+    found: dict[int, tuple[int, int]] = {}
+    for path, module in unwrapped(model).named_modules():
+        place = layer_path(path)
+        if place is not None and place[1].endswith("k_proj") and getattr(module, "out_features", None) == heads * head_dim:
+            found[place[0]] = (heads, head_dim)
+    return found
 
 
 def family(model: Any) -> str:
