@@ -273,7 +273,7 @@ def test_nothing_is_overwritten(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"format": "other"}, "format 'other'"), ({"bundle_version": 0}, "version 0")]
+    ("options", "message"), [({"format": "other"}, "format 'other'"), ({"bundle_version": 0}, "--bundle-version: found 0")]
 )
 def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(MismatchError, match=message):
