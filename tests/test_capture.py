@@ -225,6 +225,37 @@ def test_a_capture_that_ends_after_a_commit_goes_on_with_more_text(
     assert read_record(tmp_path / "whole.zarr").cursor == read_record(tmp_path / "s.zarr").cursor
 
 
+def test_a_repetition_is_seen_where_another_process_took_the_first_copy(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume: the second of two processes, ended twice by too little text, against ended once."""
+    monkeypatch.setattr("kvfit.fit.accumulate.LARGEST_BUFFER", 50)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    texts = list(islice(documents(TEXT), 14))
+    path = tmp_path / "text.jsonl"
+
+    def ended(name: str, numbers: list[int]) -> dict[str, Any]:
+        path.write_text("".join(json.dumps({"text": texts[number]}) + "\n" for number in numbers))
+        with pytest.raises(TextError, match="add text to it and pass --resume"):
+            capture(
+                *map(str, tiny_pair), tmp_path / name, text=TextOptions(str(path)), options=replace(SMALL, num_sequences=40),
+                loading=FLOAT32, batch_size=2, resume=True, progress=False,
+            )  # fmt: skip
+        cursor: dict[str, Any] = read_record(tmp_path / f"{name}.rank1").cursor
+        return cursor
+
+    # Batches of two: 0 1 for the first process, 2 3 for the second, and so on, without the copies of what either took.
+    order = [0, 1, 2, 3, 0, 4, 5, 2, 6, 7]
+    more = [*order, 4, 1, 8, 9, 6, 10, 11, 12, 13]
+    first = ended("torn", order)
+    assert parse(first["captured"]) == [digest(texts[number]) for number in (2, 3)]
+    torn = ended("torn", more)
+    assert torn == ended("whole", more)
+    assert parse(torn["captured"]) == [digest(texts[number]) for number in (2, 3, 6, 7)]
+    assert parse(torn["passed"]) == [digest(texts[number]) for number in (0, 1, 4, 5)]
+
+
 def test_more_tokens_than_positions_are_refused_before_weights_are_loaded(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_pair[1], tmp_path / "short"))
     (folder / "model.safetensors").unlink()
