@@ -123,6 +123,29 @@ def test_the_lines_of_python_are_what_was_judged(tmp_path):
     assert "source_cache, exact_head=1)" in render_card(Bundle.open(folder))
 
 
+@pytest.mark.parametrize(
+    ("overlap", "sentence"),
+    [
+        ({"checked": True, "left_out": 0}, "Neither fit nor selection saw any of it."),
+        (
+            {"checked": True, "left_out": 3},
+            "Neither fit nor selection saw any of it; 3 documents that they did see were left out.",
+        ),
+        ({"checked": True, "left_out": "<b>"}, "Neither fit nor selection saw any of it."),
+        ({"checked": "yes"}, "is not known"),
+        ({"checked": False, "left_out": 0}, "is not known"),
+        (None, "is not known"),
+    ],
+)
+def test_that_text_was_unseen_is_said_only_where_it_was_looked_up(tmp_path, overlap, sentence):
+    folder = evaluated_bundle(tmp_path / "b")
+    evaluation = {**Bundle.open(folder).evaluation, "overlap": overlap}
+    add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
+    text = render_card(Bundle.open(folder))
+    assert sentence in text
+    assert ("Neither fit" in text) == ("Neither fit" in sentence)
+
+
 def test_plots_are_shown(tmp_path):
     folder = make_bundle(tmp_path / "b")
     add_files(folder, {"r2-keys.png": b"\x89PNG"})
