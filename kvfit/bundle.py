@@ -118,6 +118,13 @@ class Bundle:
             return "unknown"
         return cast(Verdict, self.evaluation["verdict"])
 
+    @property
+    def judged_recompute(self) -> float:
+        """Share of the prefix that the target recomputed in the arm that the verdict is about; 0 without such a verdict."""
+        options = {} if self.verdict == "unknown" or self.evaluation is None else self.evaluation.get("options")
+        share = options.get("recompute") if isinstance(options, dict) else None
+        return float(share) if isinstance(share, int | float) and 0 <= share <= 1 else 0.0
+
     def layer(
         self,
         kind: Kind,

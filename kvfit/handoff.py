@@ -13,6 +13,7 @@ with prefix = min(T, S - 1). Guided recompute then lets the target run the mappe
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ def handoff(
         exact_head: first tokens that the target runs itself.
         exact_tail: last tokens of the moved prefix that the target runs itself.
         recompute: share of the moved prefix, 0 to 1, that the target runs once more: the tokens that `guide` looks at (see
-            `kvfit.recompute`). It costs this share of a prefill and gives back exact content where the question looks.
+            `kvfit.recompute`). It costs this share of a prefill and gives back exact content where the question looks. Less
+            than the mapper was judged with warns, once.
         guide: the loaded source, needed with `recompute`.
         exact_tokens: instead of `recompute`: which tokens to run once more, indices into the conversation, (C,) or (B, C); no
             mask. A token may be named twice, to fill up a row. Tokens beyond the mapped part are exact anyway.
@@ -137,6 +139,17 @@ def handoff(
         reason = str(error) if isinstance(error, KvfitError) else f"{type(error).__name__}: {error}"
     # Outside the handler, whose error would keep all that the attempt has allocated alive.
     return mover.prefill(reason)
+
+
+def _warn_of_less(mapper: Mapper, wanted: Wanted) -> None:
+    """A verdict speaks of the handoff that was judged: with less recomputed, recall may be gone and nothing else show it."""
+    if wanted.exact_tokens is None and wanted.recompute < mapper.judged_recompute:
+        warnings.warn(
+            f"mapper {mapper.spec.source.ref} -> {mapper.spec.target.ref}: found recompute={wanted.recompute:g}, needed "
+            f"{mapper.judged_recompute:g} as its verdict {mapper.verdict} was found with: pass recompute="
+            f"{mapper.judged_recompute:g} and guide=, or evaluate without",
+            stacklevel=5,  # move, handoff and torch's no_grad are between this and the caller
+        )
 
 
 class _Mover:
@@ -194,6 +207,7 @@ class _Mover:
     def move(self, mapper: Mapper, source_cache: Any, wanted: Wanted, target_cache: Any, target_ids: Tensor | None) -> Handoff:
         if not isinstance(mapper, Mapper):
             raise MismatchError(f"mapper: found {type(mapper).__name__}, needed a Mapper: load_mapper(...) gives one")
+        _warn_of_less(mapper, wanted)
         mapper.check_models(None, self.model)
         common = self.common(mapper, target_cache, target_ids)
         if target_cache is not None:

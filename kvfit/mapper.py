@@ -40,15 +40,20 @@ class Mapper:
     Attributes:
         spec: what it maps and how.
         verdict: of the bundle's evaluation: ``pass``, ``fail`` or ``unknown``.
+        judged_recompute: share of the prefix that the target recomputed where the verdict was found. `handoff` warns where it is
+            to recompute less.
     """
 
-    def __init__(self, spec: MapperSpec, weights: Weights, *, verdict: Verdict = "unknown") -> None:
+    def __init__(
+        self, spec: MapperSpec, weights: Weights, *, verdict: Verdict = "unknown", judged_recompute: float = 0.0
+    ) -> None:
         """Wrap weights.
 
         Args:
             spec: the mapper's spec.
             weights: per (kind, target layer), weight of `spec.weight_shape` and bias (G,); any device and floating dtype.
             verdict: what the evaluation said.
+            judged_recompute: of which share recomputed it said so.
 
         Raises:
             MismatchError: a weight is missing or has another shape, or a bias lies elsewhere than its weight.
@@ -67,6 +72,7 @@ class Mapper:
                 )
         self.spec = spec
         self.verdict = verdict
+        self.judged_recompute = judged_recompute
         self._weights = dict(weights)
         # Models that were checked, by role; weak, because a mapper must not keep a model alive.
         self._known: weakref.WeakKeyDictionary[Any, dict[str, WeightStamp]] = weakref.WeakKeyDictionary()
@@ -87,14 +93,14 @@ class Mapper:
             (layer.kind, layer.layer_index): bundle.layer(layer.kind, layer.layer_index, device=device, dtype=dtype)
             for layer in bundle.spec.layers
         }
-        return cls(bundle.spec, weights, verdict=bundle.verdict)
+        return cls(bundle.spec, weights, verdict=bundle.verdict, judged_recompute=bundle.judged_recompute)
 
     def __repr__(self) -> str:
         source, target = self.spec.source, self.spec.target
         return f"Mapper({source.ref} -> {target.ref}, {source.n_layers} to {target.n_layers} layers, verdict {self.verdict})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.spec, self._weights, self.verdict)
+        return _rebuilt, (self.spec, self._weights, self.verdict, self.judged_recompute)
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +123,7 @@ class Mapper:
             key: (weight.to(device=devices[key[1]], dtype=dtype), bias.to(device=devices[key[1]], dtype=dtype))
             for key, (weight, bias) in self._weights.items()
         }
-        moved = Mapper(self.spec, weights, verdict=self.verdict)
+        moved = Mapper(self.spec, weights, verdict=self.verdict, judged_recompute=self.judged_recompute)
         with self._lock:
             moved._known.update((model, dict(roles)) for model, roles in self._known.items())
         return moved
@@ -366,5 +372,5 @@ def _require_place(device: Any, dtype: Any) -> None:
         raise MismatchError(f"device: found {device!r}, needed one that torch has here, such as 'cpu' ({reason})") from None
 
 
-def _rebuilt(spec: MapperSpec, weights: Weights, verdict: Verdict) -> Mapper:
-    return Mapper(spec, weights, verdict=verdict)
+def _rebuilt(spec: MapperSpec, weights: Weights, verdict: Verdict, judged_recompute: float) -> Mapper:
+    return Mapper(spec, weights, verdict=verdict, judged_recompute=judged_recompute)

@@ -322,3 +322,17 @@ def test_importing_the_reader_imports_nothing_heavy():
 
 def _content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({"recompute": 0.1}, 0.1), ({"recompute": "x"}, 0.0), ({"recompute": 7}, 0.0), ({}, 0.0), (None, 0.0)],
+)
+def test_what_the_verdict_was_found_with(tmp_path, options, share):
+    folder = evaluated_bundle(tmp_path / "b")
+    text = json.dumps({**Bundle.open(folder).evaluation, "options": options})
+    add_files(folder, {"evaluation.json": text.encode()})
+    assert Bundle.open(folder).judged_recompute == share
+    # Of other weights: no verdict, and nothing that it was found with.
+    add_files(folder, {"evaluation.json": json.dumps({**json.loads(text), "weights_digest": "sha256:" + "0" * 64}).encode()})
+    assert Bundle.open(folder).judged_recompute == 0

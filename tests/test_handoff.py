@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
@@ -512,6 +513,24 @@ def test_a_compiled_target(pair):
     close(moved.cache, wanted.cache)
     logits = caches.forward(compiled, moved.remaining_ids, moved.cache)
     assert torch.allclose(logits, caches.forward(target, wanted.remaining_ids, wanted.cache), atol=1e-4)
+
+
+def test_less_recomputed_than_was_judged_warns(pair):
+    """A map that recalls with guided recompute only must not lose it in silence."""
+    source, target, mapper = pair
+    ids = tokens(1, 24)
+    judged = random_mapper(mapper.spec)
+    judged = Mapper(judged.spec, judged._weights, verdict="pass", judged_recompute=0.2)
+    assert copy.copy(judged).judged_recompute == judged.to("cpu").judged_recompute == 0.2
+    cache = prefilled(source, ids)
+    with pytest.warns(UserWarning, match=r"found recompute=0.1, needed 0.2 as its verdict pass was found with") as caught:
+        handoff(judged, target, ids, cache, recompute=0.1, guide=source)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handoff(judged, target, ids, cache, recompute=0.2, guide=source)
+        handoff(judged, target, ids, cache, exact_tokens=[3, 4])
+        handoff(mapper, target, ids, cache)
 
 
 def test_a_static_source(pair):
