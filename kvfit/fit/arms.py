@@ -8,7 +8,7 @@ values of the right mean and no content, `shuffled` gives another document's map
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -81,7 +81,8 @@ def load_pair(
     for spec, model in zip(specs, loaded, strict=True):
         check_model(spec, model.model, model.tokenizer)
     devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
-    mapper = Mapper.from_bundle(bundle).to(devices)
+    # What an earlier evaluation found is no concern of this one.
+    mapper = Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
     return Pair(loaded[0].model, loaded[1].model, mapper, **options), loaded[1].tokenizer
 
 
