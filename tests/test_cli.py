@@ -146,6 +146,7 @@ def test_a_value_that_no_option_may_have_is_usage(
     "words",
     [
         ("demo",),
+        ("capture", "no-model", "no-model"),
         ("solve", "no-store"),
         ("solve", "no-store", "--sweep", "top_k=1"),
         ("export", "no-bundle", "--format", "semantic-router"),

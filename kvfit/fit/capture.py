@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfit.errors import OptionError, StoreError, TextError
+from kvfit.errors import BundleError, OptionError, StoreError, TextError
 from kvfit.fit import models
 from kvfit.fit.accumulate import Accumulator, check_budget
 from kvfit.fit.activations import Activations, check_positions
@@ -32,6 +32,7 @@ from kvfit.fit.record import PART_FIELD, first_difference
 from kvfit.fit.selfcheck import self_check
 from kvfit.fit.store import Store
 from kvfit.fit.text import Cursor, Sequence, TextOptions, sequences
+from kvfit.folders import require_writable
 from kvfit.identity import describe_model
 from kvfit.spec import Inputs, Kind
 
@@ -233,7 +234,7 @@ def check_batch_size(batch_size: int) -> None:
 
 
 def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
-    """Refuse before anything runs what exists already, unless it is to be resumed."""
+    """Refuse before anything runs what exists already, unless it is to be resumed, and what cannot be written."""
     existing = [path for path in (out, part) if path.exists()]
     if existing and not resume:
         raise StoreError(
@@ -244,6 +245,11 @@ def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
         raise StoreError(
             f"{first}: found the part of one process of several, needed as many processes as before: start it with torchrun"
         )
+    if not existing:
+        try:
+            require_writable(out)
+        except BundleError as error:
+            raise StoreError(str(error)) from None
 
 
 def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size: int) -> Tensor:
