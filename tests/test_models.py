@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel
 from zoo import FAMILIES, build
 
 from kvfit.demo import demo_path
-from kvfit.errors import MismatchError, OptionError, RefError
+from kvfit.errors import KvfitError, MismatchError, OptionError, RefError
 from kvfit.fit.capture import Options as CaptureOptions
 from kvfit.fit.capture import capture
 from kvfit.fit.inspect import inspect_model
@@ -92,6 +92,34 @@ def test_a_download_that_was_cut_short_is_named(damaged, kept: float) -> None:
     with pytest.raises(
         RefError, match=r"damaged: found model\.safetensors cut short or damaged, needed all of it: fetch it again"
     ):
+        inspect_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"[]", "found no loadable"),
+        ("config.json", b"{", "found no loadable"),
+        ("tokenizer.json", b"{", "found no loadable tokenizer there"),
+        ("pytorch_model.bin", b"abc", "found no loadable model there"),
+    ],
+)
+def test_files_that_are_no_model_s(damaged, name: str, content: bytes, message: str) -> None:
+    """Whatever transformers raises for them, it is one line that names the model."""
+    folder = damaged(lambda _weights: None)
+    Path(folder, name).write_bytes(content)
+    if name.endswith(".bin"):
+        Path(folder, "model.safetensors").unlink()
+    with pytest.raises(RefError, match=rf"^damaged: {message}") as caught:
+        inspect_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(damaged) -> None:
+    folder = damaged(lambda _weights: None)
+    for path in Path(folder).glob("token*"):
+        path.unlink()
+    with pytest.raises(KvfitError):  # which one depends on the version of transformers
         inspect_model(folder)
 
 

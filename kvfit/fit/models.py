@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from kvfit.spec import MapperSpec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-# What loading raises for what is on the disk or the Hub; a fault of ours keeps its traceback.
-_UNLOADABLE = (OSError, ValueError, KeyError, ImportError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
@@ -160,7 +157,11 @@ def load_tokenizer(ref: str, revision: str | None = None, *, trust_remote_code: 
 
     location, name, revision, folder = _find(ref, revision)
     with _told_apart(name, folder, "tokenizer"):
-        return AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust_remote_code)
+    # Version 5 of transformers makes an empty one where there are no files.
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise RefError(f"{name}: found no tokenizer there, needed its files, such as tokenizer.json, beside the weights")
+    return tokenizer
 
 
 def load(ref: str, revision: str | None = None, options: Options | None = None, *, tokenizer: Any = None) -> Loaded:
@@ -189,9 +190,9 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
             ignore_mismatched_sizes=True,  # so that they are told by name, below
             **arguments,
         )
-        _check_whole(name, found)
         if options.device_map is None:
             model = model.to(find_device(options.device))
+    _check_whole(name, found)
     return Loaded(model.eval(), tokenizer, name, revision)
 
 
@@ -246,9 +247,10 @@ class _told_apart:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, _UNLOADABLE) or isinstance(error, RefError | OptionError):
+        # Whatever it is: no code of ours runs inside, and what a torn file does to the libraries is theirs to choose.
+        if not isinstance(error, Exception):
             return
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         if isinstance(error, torch.cuda.OutOfMemoryError):
             raise MismatchError(
                 f"{self.name}: found too little memory ({reason}), needed room for its weights: choose another device, or "
