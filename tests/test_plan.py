@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvfit.bundle import Bundle
-from kvfit.errors import RefError, UnsupportedModelError
+from kvfit.errors import MismatchError, RefError, UnsupportedModelError
 from kvfit.fit import models
 from kvfit.fit.accumulate import Accumulator
 from kvfit.fit.capture import Options, capture
@@ -39,10 +39,10 @@ def test_sizes_equal_a_real_run(tiny_pair: tuple[Path, Path], tmp_path: Path) ->
 
 
 def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path) -> None:
-    """Torch's own counter of floating-point operations is the oracle; a budget of a few batches makes several commits."""
-    options = Options(num_sequences=60, seq_len=64, token_stride=2, holdout=0.0)
-    budget = 3 << 20
-    planned = plan(SOURCE, TARGET, num_sequences=60, seq_len=64, token_stride=2, memory_budget=budget, batch_size=4)
+    """Torch's own counter of floating-point operations is the oracle; a small budget makes several commits."""
+    options = Options(num_sequences=200, seq_len=64, token_stride=2, holdout=0.0)
+    budget = 14 << 20
+    planned = plan(SOURCE, TARGET, num_sequences=200, seq_len=64, token_stride=2, memory_budget=budget, batch_size=4)
     captured = capture(
         SOURCE, TARGET, tmp_path / "pair.zarr", text=TextOptions("demo:text"), options=options,
         loading=(FLOAT32, FLOAT32), batch_size=4, memory_budget=budget, progress=False,
@@ -53,7 +53,7 @@ def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path
     with FlopCounterMode(display=False) as forward, torch.no_grad():
         for ref in (SOURCE, TARGET):
             model = models.load(ref, options=FLOAT32).model
-            for _ in range(15):
+            for _ in range(50):
                 model(torch.ones(4, 64, dtype=torch.long))
     # What the counter does not see are attention's scores, which are no parameters and little at 64 tokens.
     assert planned.forward_flops == pytest.approx(forward.get_total_flops(), rel=0.02)
@@ -68,6 +68,11 @@ def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path
         again.add("fit", *rows, None)
         again.finish(None)
     assert planned.statistics_flops == statistics.get_total_flops()
+
+
+def test_a_budget_that_capture_would_refuse_is_refused() -> None:
+    with pytest.raises(MismatchError, match=r"--memory-budget: found 1048576 bytes, needed at least \d+KiB"):
+        plan("qwen3-8b", "qwen3-14b", memory_budget=1 << 20)
 
 
 def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:

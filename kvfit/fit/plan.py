@@ -14,7 +14,7 @@ import torch
 
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit import models
-from kvfit.fit.accumulate import buffer_tokens
+from kvfit.fit.accumulate import buffer_tokens, check_budget
 from kvfit.fit.capture import Options as CaptureOptions
 from kvfit.fit.capture import check_batch_size
 from kvfit.fit.layout import Layout, StatsDtype
@@ -228,7 +228,7 @@ def plan(
 
     Raises:
         OptionError: an option that `capture` or `solve` would refuse.
-        MismatchError: more source layers are asked for than there are.
+        MismatchError: more source layers are asked for than there are, or a memory budget that is too small.
         RefError: no such model.
         UnsupportedModelError: a configuration that does not say its geometry.
     """
@@ -262,6 +262,7 @@ def plan(
     per_token = 2.0 * f1 * f1 * pairs + 2.0 * f1 * g1 * a.n_layers * b.n_layers * 2 * kinds
     split_bytes = layout.split_bytes
     shifts = sum(array.chunk_bytes for array in layout.shifts)
+    check_budget(layout, memory_budget)
     # The buffer is emptied when the next batch does not fit.
     capacity, batch = buffer_tokens(layout, memory_budget), batch_size * kept
     commits = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
