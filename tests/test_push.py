@@ -508,3 +508,16 @@ def test_scores_of_other_weights_are_not_registered(bundle, tmp_path):
     entry = read_entry(tmp_path / "registry" / "org--mapper.toml")
     assert entry.verdict == "unknown"
     assert [name for name, _ in entry.scores] == ["r2_keys", "r2_values"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_published_mapper_is_no_model(bundle):
+    from kvfit.fit import models
+
+    push(bundle, NAME, tag="v1")
+    with pytest.raises(RefError, match=rf"{NAME}: found no config\.json there, needed a model that transformers can load"):
+        models.load(NAME)
+    with pytest.raises(RefError, match=rf"{NAME}: found no such folder; and on the Hub: {NAME}: has no revision 'v7'"):
+        models.load_config(f"{NAME}@v7")
+    with pytest.raises(RefError, match="org/nothing: found no such folder; and on the Hub: org/nothing: missing, or private"):
+        models.load("org/nothing")
