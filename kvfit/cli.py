@@ -134,7 +134,7 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 @click.option("--trust-remote-code", is_flag=True, help="Read configurations that carry code.")
 @json_option
 def plan(source: str, target: str, as_json: bool, device: str | None, **values: Any) -> None:
-    """Print what capturing and solving SOURCE to TARGET will take. Reads configurations only, and times a few products.
+    """Print what capturing and solving SOURCE to TARGET will take. Reads no weights, and times a few products.
 
     SOURCE and TARGET may also be geometries by name: qwen3-8b, qwen3-14b, qwen3-32b, llama-3.1-8b, llama-3.1-70b,
     ministral-3-3b, ministral-3-8b, ministral-3-14b.

@@ -1,5 +1,7 @@
 """Plans against real runs: the store's and the bundle's files, byte for byte."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from kvfit.errors import MismatchError, RefError, UnsupportedModelError
 from kvfit.fit import models
 from kvfit.fit.accumulate import Accumulator
 from kvfit.fit.capture import Options, capture
-from kvfit.fit.plan import Geometry, Rates, measure_rates, plan
+from kvfit.fit.geometry import Geometry
+from kvfit.fit.plan import Rates, measure_rates, plan
 from kvfit.fit.record import read_record
 from kvfit.fit.solve import Options as SolveOptions
 from kvfit.fit.solve import solve
@@ -126,6 +129,21 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     T5Config(num_layers=2, d_model=32, d_kv=8, num_heads=4).save_pretrained(tmp_path / "t5")
     with pytest.raises(UnsupportedModelError, match="t5: found no causal language model for this configuration"):
         plan(str(tmp_path / "t5"), "qwen3-32b")
+
+
+def test_a_pair_that_tokenizes_differently_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pair[1], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(MismatchError, match="tokenizers: found 2 tokens with different ids"):
+        plan(str(tiny_pair[0]), str(other))
+    for path in other.glob("token*"):  # a configuration alone is enough for sizes
+        path.unlink()
+    assert plan(str(tiny_pair[0]), str(other)).target.n_layers == 4
 
 
 @pytest.mark.parametrize(

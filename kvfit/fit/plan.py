@@ -1,63 +1,28 @@
 """The verb `plan`: disk, memory and arithmetic that a capture and a solve will take, before anything runs.
 
-Only configurations are read, never weights. Sizes are exact; arithmetic counts the products and leaves the rest out.
+Only configurations and tokenizers are read, never weights. Sizes are exact; arithmetic counts the products and leaves the
+rest out.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
-from kvfit.errors import UnsupportedModelError
+from kvfit.errors import KvfitError
 from kvfit.fit import models
 from kvfit.fit.accumulate import buffer_tokens, check_budget
 from kvfit.fit.capture import Options as CaptureOptions
 from kvfit.fit.capture import check_batch_size
+from kvfit.fit.geometry import Geometry, is_built_in, read_geometry
 from kvfit.fit.layout import Layout, StatsDtype
 from kvfit.fit.moments import precise_matmul
 from kvfit.fit.options import Options as SolveOptions
 from kvfit.fit.problem import Problem
 from kvfit.spec import Inputs, ModelSpec, RopeSpec, Support
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The shape of a model, which is all that a plan needs.
-
-    Attributes:
-        name: ref, or the name of a built-in geometry.
-        n_layers: layers that own keys and values.
-        n_heads: KV heads of a layer.
-        head_dim: features of a head.
-        parameters: of the whole model.
-    """
-
-    name: str
-    n_layers: int
-    n_heads: int
-    head_dim: int
-    parameters: float
-
-
-# Source: Heo et al., arXiv:2608.03893, table 10; parameters as the models are called.
-GEOMETRIES = {
-    geometry.name: geometry
-    for geometry in (
-        Geometry("qwen3-8b", 36, 8, 128, 8e9),
-        Geometry("qwen3-14b", 40, 8, 128, 14e9),
-        Geometry("qwen3-32b", 64, 8, 128, 32e9),
-        Geometry("llama-3.1-8b", 32, 8, 128, 8e9),
-        Geometry("llama-3.1-70b", 80, 8, 128, 70e9),
-        Geometry("ministral-3-3b", 26, 8, 128, 3e9),
-        Geometry("ministral-3-8b", 34, 8, 128, 8e9),
-        Geometry("ministral-3-14b", 40, 8, 128, 14e9),
-    )
-}
-
 
 # Of a machine's bare matrix products; the benchmarks of capture and of solve measure both shares.
 STATISTICS_SHARE, SOLVE_SHARE = 0.8, 0.6
@@ -216,7 +181,7 @@ def plan(
     """Count what `capture` and `solve` with these options will take.
 
     Args:
-        source: ref of the source, or the name of a geometry in `GEOMETRIES`.
+        source: ref of the source, or the name of a geometry in `kvfit.fit.geometry.GEOMETRIES`.
         target: likewise.
         num_sequences, seq_len, token_stride, skip_tokens, inputs, stats_dtype, memory_budget, batch_size: as for `capture`.
         top_k, support: as for `solve`; ``auto`` counts as ``all``.
@@ -228,9 +193,10 @@ def plan(
 
     Raises:
         OptionError: an option that `capture` or `solve` would refuse.
-        MismatchError: more source layers are asked for than there are, or a memory budget that is too small.
+        MismatchError: more source layers are asked for than there are, or a memory budget that is too small; or the
+            tokenizers differ.
         RefError: no such model.
-        UnsupportedModelError: a configuration that does not say its geometry.
+        UnsupportedModelError: a configuration that does not say its geometry, or not of a causal language model.
     """
     capturing = CaptureOptions(
         num_sequences=num_sequences,
@@ -242,7 +208,9 @@ def plan(
     )
     check_batch_size(batch_size)
     solving = SolveOptions(top_k=top_k, support=support, inputs=inputs)
-    pair = [_geometry(ref, revision, trust_remote_code) for ref, revision in zip((source, target), revisions, strict=True)]
+    pair = [read_geometry(ref, revision, trust_remote_code) for ref, revision in zip((source, target), revisions, strict=True)]
+    if not any(map(is_built_in, (source, target))):
+        _check_tokenizers((source, target), revisions, trust_remote_code)
     a, b = pair
     layout = Layout(_spec(a), _spec(b), inputs, stats_dtype)
     solving.check_layers(a.n_layers)
@@ -286,37 +254,16 @@ def plan(
     )
 
 
-def _geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Geometry:
-    if ref.lower() in GEOMETRIES and not os.path.isdir(ref):
-        return GEOMETRIES[ref.lower()]
-    whole = models.load_config(ref, revision, trust_remote_code=trust_remote_code)
-    config = whole.get_text_config()
-    n_layers, n_query = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    if not n_layers or not n_query:
-        raise UnsupportedModelError(
-            f"{ref} ({whole.model_type}): found no layer and head counts in its configuration, needed both"
-        )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_query
-    n_heads = getattr(config, "num_key_value_heads", None) or n_query
-    return Geometry(
-        models.split_ref(ref, revision)[1], n_layers, n_heads, head_dim, float(_parameters(whole, trust_remote_code))
-    )
-
-
-def _parameters(config: Any, trust_remote_code: bool) -> int:
-    """Parameters of the model that a configuration describes, from shapes alone."""
-    from transformers import AutoModelForCausalLM
-
+def _check_tokenizers(refs: tuple[str, str], revisions: tuple[str | None, str | None], trust_remote_code: bool) -> None:
+    """Refuse a pair that `capture` would refuse; configurations without tokenizers can be planned for all the same."""
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UnsupportedModelError(
-            f"{config.model_type}: found no causal language model for this configuration ({reason}), needed a decoder"
-        ) from error
-    # Tied weights are one parameter under two names; `parameters` counts them once.
-    return sum(parameter.numel() for parameter in model.parameters())
+        tokenizers = [
+            models.load_tokenizer(ref, revision, trust_remote_code=trust_remote_code)
+            for ref, revision in zip(refs, revisions, strict=True)
+        ]
+    except KvfitError:
+        return
+    models.check_tokenizers(*tokenizers)
 
 
 def _spec(geometry: Geometry) -> ModelSpec:
