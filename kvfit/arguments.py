@@ -93,37 +93,122 @@ def named(_context: click.Context, option: click.Parameter, values: tuple[str, .
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout instead of a line.")
 
 
-def loading_options(function: F) -> F:
-    """How both models are loaded."""
-    for option in (
-        click.option("--trust-remote-code", is_flag=True, help="Run code from the models' repositories."),
-        click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own."),
-        click.option("--device-map", help="Spread each model over devices with accelerate, for example auto."),
-        click.option("--target-device", help="Device of the target; default: the first GPU, else the CPU."),
-        click.option("--source-device", help="Device of the source; default: the first GPU, else the CPU."),
-        click.option("--dtype", type=DTYPE, default="auto", help="auto: as stored."),
-    ):
-        function = option(function)
-    return function
-
-
-def text_options(default: str) -> Callable[[F], F]:
-    """Where the text comes from."""
-
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     def add(function: F) -> F:
-        for option in (
-            click.option("--text-column", default="text", help="Column that holds the text."),
-            click.option("--split", default="train", help="Split of the dataset."),
-            click.option("--dataset-revision", help="Commit, tag or branch of a Hub dataset."),
-            click.option("--dataset-config", help="Configuration of a Hub dataset."),
-            click.option(
-                "--dataset",
-                type=ref,
-                default=default,
-                help="Hub dataset, or .jsonl, .parquet, .txt file or folder, or demo:text, demo:heldout.",
-            ),
-        ):
+        for option in reversed(options):
             function = option(function)
         return function
 
     return add
+
+
+# How both models are loaded.
+loading_options = _options(
+    click.option("--dtype", type=DTYPE, default="auto", help="auto: as stored."),
+    click.option("--source-device", help="Device of the source; default: the first GPU, else the CPU."),
+    click.option("--target-device", help="Device of the target; default: the first GPU, else the CPU."),
+    click.option("--device-map", help="Spread each model over devices with accelerate, for example auto."),
+    click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own."),
+    click.option("--trust-remote-code", is_flag=True, help="Run code from the models' repositories."),
+)
+
+
+def text_options(default: str) -> Callable[[F], F]:
+    """Where the text comes from."""
+    return _options(
+        click.option(
+            "--dataset",
+            type=ref,
+            default=default,
+            help="Hub dataset, or .jsonl, .parquet, .txt file or folder, or demo:text, demo:heldout.",
+        ),
+        click.option("--dataset-config", help="Configuration of a Hub dataset."),
+        click.option("--dataset-revision", help="Commit, tag or branch of a Hub dataset."),
+        click.option("--split", default="train", help="Split of the dataset."),
+        click.option("--text-column", default="text", help="Column that holds the text."),
+    )
+
+
+# What `solve` and `evaluate` are asked for.
+solve_options = _options(
+    click.option(
+        "--top-k", callback=top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
+    ),
+    click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen."),
+    click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers."),
+    click.option(
+        "--penalty",
+        callback=penalty,
+        metavar="NUMBER|auto",
+        default="auto",
+        help="Ridge penalty; auto chooses per kind and layer on the holdout split.",
+    ),
+    click.option(
+        "--penalty-scale",
+        type=click.Choice(["mean-variance", "covariance", "scatter"]),
+        default="mean-variance",
+        help="What the penalty multiplies.",
+    ),
+    click.option(
+        "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
+    ),
+    click.option(
+        "--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values."
+    ),
+    click.option(
+        "--gain",
+        type=click.Choice(["variance", "head", "none"]),
+        default="variance",
+        help="Give predictions the target's variance.",
+    ),
+    click.option(
+        "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="Of the stored weights."
+    ),
+    click.option(
+        "--recipe",
+        type=click.Choice(["heo2026"]),
+        help="A recipe of the literature, in place of the defaults of the options above.",
+    ),
+    click.option("--device", default="cpu", help="Where the linear algebra runs."),
+    click.option("--memory-budget", callback=size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra."),
+    click.option(
+        "--precision",
+        type=click.Choice(["auto", "float64", "mixed"]),
+        default="auto",
+        help="mixed: float32 factors, float64 refinement; auto: mixed on GPUs that are slow at float64.",
+    ),
+    click.option(
+        "--sweep",
+        multiple=True,
+        metavar="NAME=VALUE,...",
+        help="Write a table of R2, size and speed instead: top_k, penalty, gain, support, select; more of them may follow it.",
+    ),
+)
+evaluate_options = _options(
+    click.option(
+        "--text",
+        "texts",
+        multiple=True,
+        callback=named,
+        metavar="NAME=DATASET",
+        help="A further text of another kind, reported apart; may be given several times.",
+    ),
+    click.option(
+        "--prefix", default="384", callback=lengths, metavar="N[,N...]", help="Tokens of context; several lengths in turn."
+    ),
+    click.option("--continuation", default=128, help="Tokens scored after it."),
+    click.option("--documents", default=48, help="Documents to use."),
+    click.option("--probes", default=40, help="Recall questions of each kind; 0 for none."),
+    click.option(
+        "--probe-kinds", callback=names, metavar="KIND[,KIND...]", help="Of names, list, sentence, two-hop; default: all."
+    ),
+    click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none."),
+    click.option("--diagnose", default=8, help="Documents on which layers and heads are diagnosed; 0 for none."),
+    click.option("--turns", default=0, help="Turns of the target in a conversation that goes back and forth; 0 for none."),
+    click.option("--exact-head", default=1, help="First tokens that the target runs itself, in the arm that is judged."),
+    click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself."),
+    click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source."),
+    click.option("--repeats", default=30, help="Timed runs after 10 that are not counted; 0 for no times."),
+    click.option("--threshold", "thresholds", multiple=True, callback=named, metavar="NAME=NUMBER", help="Another threshold."),
+    click.option("--batch-size", default=8, help="Documents per forward pass."),
+)

@@ -17,15 +17,13 @@ except ModuleNotFoundError:  # the runtime alone has no command line
 
 from kvfit.arguments import (
     DTYPE,
+    evaluate_options,
     json_option,
-    lengths,
     loading_options,
-    named,
-    names,
     path,
-    penalty,
     ref,
     size,
+    solve_options,
     text_options,
     top_k,
 )
@@ -159,58 +157,7 @@ def merge(stores: tuple[str, ...], out: str) -> None:
 @click.argument("store", type=path)
 @click.argument("grid", nargs=-1)
 @click.option("--out", required=True, type=path, help="The bundle's folder; must not exist.")
-@click.option(
-    "--top-k", callback=top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
-)
-@click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen.")
-@click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers.")
-@click.option(
-    "--penalty",
-    callback=penalty,
-    metavar="NUMBER|auto",
-    default="auto",
-    help="Ridge penalty; auto chooses per kind and layer on the holdout split.",
-)
-@click.option(
-    "--penalty-scale",
-    type=click.Choice(["mean-variance", "covariance", "scatter"]),
-    default="mean-variance",
-    help="What the penalty multiplies.",
-)
-@click.option(
-    "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
-)
-@click.option(
-    "--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values."
-)
-@click.option(
-    "--gain",
-    type=click.Choice(["variance", "head", "none"]),
-    default="variance",
-    help="Give predictions the target's variance.",
-)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="Of the stored weights."
-)
-@click.option(
-    "--recipe",
-    type=click.Choice(["heo2026"]),
-    help="A recipe of the literature, in place of the defaults of the options above.",
-)
-@click.option("--device", default="cpu", help="Where the linear algebra runs.")
-@click.option("--memory-budget", callback=size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra.")
-@click.option(
-    "--precision",
-    type=click.Choice(["auto", "float64", "mixed"]),
-    default="auto",
-    help="mixed: float32 factors, float64 refinement; auto: mixed on GPUs that are slow at float64.",
-)
-@click.option(
-    "--sweep",
-    multiple=True,
-    metavar="NAME=VALUE,...",
-    help="Write a table of R2, size and speed instead: top_k, penalty, gain, support, select; more of them may follow it.",
-)
+@solve_options
 @click.option("--plots", is_flag=True, help="Also draw the R2 map and the curves per layer into the bundle.")
 @json_option
 def solve(
@@ -254,32 +201,7 @@ def solve(
 @click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
 @click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
 @text_options("demo:heldout")
-@click.option(
-    "--text",
-    "texts",
-    multiple=True,
-    callback=named,
-    metavar="NAME=DATASET",
-    help="A further text of another kind, reported apart; may be given several times.",
-)
-@click.option(
-    "--prefix", default="384", callback=lengths, metavar="N[,N...]", help="Tokens of context; several lengths in turn."
-)
-@click.option("--continuation", default=128, help="Tokens scored after it.")
-@click.option("--documents", default=48, help="Documents to use.")
-@click.option("--probes", default=40, help="Recall questions of each kind; 0 for none.")
-@click.option(
-    "--probe-kinds", callback=names, metavar="KIND[,KIND...]", help="Of names, list, sentence, two-hop; default: all."
-)
-@click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none.")
-@click.option("--diagnose", default=8, help="Documents on which layers and heads are diagnosed; 0 for none.")
-@click.option("--turns", default=0, help="Turns of the target in a conversation that goes back and forth; 0 for none.")
-@click.option("--exact-head", default=1, help="First tokens that the target runs itself, in the arm that is judged.")
-@click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself.")
-@click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source.")
-@click.option("--repeats", default=30, help="Timed runs after 10 that are not counted; 0 for no times.")
-@click.option("--threshold", "thresholds", multiple=True, callback=named, metavar="NAME=NUMBER", help="Another threshold.")
-@click.option("--batch-size", default=8, help="Documents per forward pass.")
+@evaluate_options
 @loading_options
 @json_option
 def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool, **values: Any) -> None:
