@@ -75,9 +75,10 @@ def metadata(bundle: Bundle, license: str | None = None) -> dict[str, Any]:
     base = [model.ref for model in (spec.source, spec.target) if is_repository(model.ref)]
     if base:
         found["base_model"] = base
-    dataset = _at(bundle.recipe, "text", "dataset")
-    if isinstance(dataset, str) and is_repository(dataset):
-        found["datasets"] = [dataset]
+    named = [_at(text, "dataset") for text in _parts(_at(bundle.recipe, "text"))]
+    datasets = [name for name in dict.fromkeys(map(str, named)) if is_repository(name)]
+    if datasets:
+        found["datasets"] = datasets
     found["tags"] = ["kvfit", "kv-cache", "kv-cache-transfer", *dict.fromkeys((spec.source.family, spec.target.family))]
     return found
 
@@ -189,11 +190,12 @@ def _pair(bundle: Bundle) -> str:
 def _recipe(bundle: Bundle) -> str:
     spec, recipe, solve = bundle.spec, bundle.recipe, bundle.solve
     rows: list[tuple[str, Any]] = [
-        ("text", _at(recipe, "text", "dataset")),
-        ("its configuration", _at(recipe, "text", "config")),
-        ("its revision", _at(recipe, "text", "revision")),
         *(
-            (name.replace("_", " "), _at(recipe, "options", name))
+            (label, _joined(_at(text, name) for text in _parts(_at(recipe, "text"))))
+            for label, name in (("text", "dataset"), ("its configuration", "config"), ("its revision", "revision"))
+        ),
+        *(
+            (name.replace("_", " "), _joined(_parts(_at(recipe, "options", name))))
             for name in ("num_sequences", "seq_len", "token_stride", "skip_tokens", "seed")
         ),
         ("tokens to fit", _at(solve, "tokens", "fit")),
@@ -349,6 +351,18 @@ _YAML_WORDS = ("yes", "no", "true", "false", "on", "off", "null", "y", "n")
 
 def _name(model: ModelSpec) -> str:
     return model.ref.rsplit("/", 1)[-1]
+
+
+def _parts(value: Any) -> list[Any]:
+    """A value of a recipe, or those of the captures that were merged."""
+    merged = _at(value, "merged")
+    return merged if isinstance(merged, list) else [value]
+
+
+def _joined(values: Iterable[Any]) -> Any:
+    """One value as it is, several with commas between, None for none."""
+    known = [value for value in values if value is not None]
+    return ", ".join(map(str, known)) if len(known) > 1 else known[0] if known else None
 
 
 def _at(value: Any, *keys: str) -> Any:

@@ -17,11 +17,13 @@ import pytest
 import torch
 
 from kvfit.bundle import Bundle
+from kvfit.card import render_card
 from kvfit.errors import MismatchError, StoreError, TextError
 from kvfit.fit import models
 from kvfit.fit.activations import Activations
 from kvfit.fit.capture import Options, capture
 from kvfit.fit.digests import digest, of_recipe, parse
+from kvfit.fit.merge import merge
 from kvfit.fit.record import read_record
 from kvfit.fit.solve import Options as SolveOptions
 from kvfit.fit.solve import solve
@@ -369,6 +371,35 @@ def test_a_model_that_is_offloaded_whole_runs_where_accelerate_runs_it(tiny_pair
     features = [Activations(one.model, specs[0], range(0, 40, 3))(ids) for one in (plain, offloaded)]
     for kind in ("keys", "values"):
         assert all(torch.equal(*pair) for pair in zip(features[0][kind], features[1][kind], strict=True))
+
+
+def test_captures_of_different_text_merge_into_one_of_all_of_it(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Captured where and when each text was at hand; against one capture of both, document for document in the same split."""
+    read = list(islice(documents(TEXT), 20))
+    options = replace(SMALL, num_sequences=10, holdout=0.5)  # every other one, wherever a text begins
+    for name, part in (("a", read[:10]), ("b", read[10:]), ("all", read)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        counted = replace(options, num_sequences=len(part))
+        capture(
+            *map(str, tiny_pair), tmp_path / name, text=TextOptions(str(tmp_path / f"{name}.jsonl")), options=counted,
+            loading=FLOAT32, batch_size=4 if name == "b" else 5, progress=False,
+        )  # fmt: skip
+    merged = merge([tmp_path / "b", tmp_path / "a"], tmp_path / "merged")
+    whole = Store.open(tmp_path / "all")
+    for split in ("fit", "holdout"):
+        assert merged.count(split) == whole.count(split) == 10 * len(options.kept)
+        for left, right in ((("keys", 0), ("keys", 2)), (("values", 1), ("values", 1))):
+            found, wanted = merged.source_scatter(split, left, right), whole.source_scatter(split, left, right)
+            assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+    recipe = merged.recipe
+    assert [text["dataset"] for text in recipe["text"]["merged"]] == ["a.jsonl", "b.jsonl"]
+    assert recipe["options"] == whole.recipe["options"]
+    assert recipe["batch_size"] == {"merged": [4, 5]}
+    assert merge([tmp_path / "a", tmp_path / "b"], tmp_path / "again").recipe == recipe
+    with pytest.raises(MismatchError, match="hold the same text: found 20 documents"):
+        merge([tmp_path / "merged", tmp_path / "all"], tmp_path / "twice")
+    bundle = Bundle.open(solve(tmp_path / "merged", tmp_path / "bundle", progress=False).bundle)
+    assert "| text | a.jsonl, b.jsonl |" in render_card(bundle)
 
 
 def test_two_processes_of_torchrun_end_in_one_store(

@@ -20,17 +20,21 @@ from kvfit.fit.store import Store
 from kvfit.fit.writer import StoreWriter, building, publish, sync_tree
 from kvfit.spec import to_json
 
+# Fields of the recipe that say which text was read and in which portions; the numbers of different text add up all the same.
+OF_TEXT = ("text", "options.num_sequences", "options.seed", "batch_size")
+
 
 def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
     """Merge finished stores into a new one at `out`; block by block, so memory stays at a few chunks.
 
     Each store sums about a shift of its own, so its products are first brought about one common shift, the mean over all
     parts, which adds the between-shard mean term; see `moments.reshift`. The result does not depend on the order of the
-    paths but for rounding. The merged recipe is the common one; its field ``part`` lists the parts'. The merged cursor is what
-    the parts' have in common, with the documents of all of them.
+    paths but for rounding. The merged recipe is the common one, with ``{"merged": [...]}`` where parts differ; its field
+    ``part`` lists the parts'. The merged cursor is what the parts' have in common, with the documents of all of them.
 
     Args:
-        paths: stores that agree in models, inputs, stats_dtype and, but for the field ``part``, recipe.
+        paths: stores that agree in models, inputs, stats_dtype and, but for the field ``part``, recipe. Where each says which
+            documents it holds, as every capture does, they may be of different text: `OF_TEXT` may differ too.
         out: must not exist; appears whole or not at all.
 
     Returns:
@@ -43,7 +47,8 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
     stores = [Store.open(path) for path in paths]
     if not stores:
         raise MismatchError("no store to merge; name at least one")
-    _check_alike(stores)
+    known = all(digests.of_cursor(store.record.cursor) for store in stores)
+    _check_alike(stores, OF_TEXT if known else ())
     _check_documents(stores)
     common = _common_shift(stores)
     parts = [_Shifted.of(store, common) for store in stores]
@@ -145,15 +150,22 @@ def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
     return {name: total.numpy() for name, total in totals.items()}
 
 
-def _check_alike(stores: Sequence[Store]) -> None:
+def _check_alike(stores: Sequence[Store], may_differ: Sequence[str]) -> None:
+    """Refuse stores that differ in what their numbers mean, and a part that is there twice.
+
+    Args:
+        stores: to be merged.
+        may_differ: fields of the recipe; a part of one capture and the same part of another are different parts then.
+    """
     seen: dict[str, Path] = {}
     for store in stores:
-        parts = [json.dumps(part, sort_keys=True) for part in _part_list(store.record)]
+        capture = [_at(store.record.recipe, field) for field in may_differ]
+        parts = [json.dumps([part, capture], sort_keys=True) for part in _part_list(store.record)]
         for key in (os.path.realpath(store.path), *parts):
             if key in seen:
                 raise MismatchError(f"{store.path} and {seen[key]} hold the same part; merge every part once")
         seen.update(dict.fromkeys((os.path.realpath(store.path), *parts), store.path))
-        first, other = (_comparable(one.record) for one in (stores[0], store))
+        first, other = (_comparable(one.record, may_differ) for one in (stores[0], store))
         difference = first_difference(first, other, "")
         if difference is not None:
             field, one, two = difference
@@ -191,25 +203,54 @@ def _merged_cursor(records: Sequence[Record]) -> dict[str, Any] | None:
     return merged
 
 
-def _comparable(record: Record) -> dict[str, Any]:
+def _comparable(record: Record, may_differ: Sequence[str]) -> dict[str, Any]:
     recipe = {name: value for name, value in record.recipe.items() if name != PART_FIELD}
+    for field in may_differ:
+        recipe = _with(recipe, field, None)
     models = {"source": to_json(record.source), "target": to_json(record.target)}
     return {**models, "inputs": record.inputs, "stats_dtype": record.stats_dtype, "recipe": recipe}
+
+
+def _at(recipe: Mapping[str, Any], field: str) -> Any:
+    """A field of a recipe, ``name`` or ``name.name``; None where there is none."""
+    value: Any = recipe
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _with(recipe: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """A recipe with another value in a field; unchanged where it has no such field."""
+    name, _, rest = field.partition(".")
+    if name not in recipe or (rest and not isinstance(recipe[name], Mapping)):
+        return dict(recipe)
+    return {**recipe, name: _with(recipe[name], rest, value) if rest else value}
 
 
 def _part_list(record: Record) -> list[Any]:
     """The parts in a store: what its recipe's field says, those of a merge one by one; none where it says nothing."""
     part = record.recipe.get(PART_FIELD)
-    if isinstance(part, Mapping) and set(part) == {"merged"}:
-        return list(part["merged"])
-    return [] if part is None else [part]
+    return [] if part is None else _unmerged(part)
 
 
 def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
-    """The common recipe, its parts in an order of their own, so that the order of merging leaves no trace."""
+    """The common recipe, in an order of its own where parts differ, so that the order of merging leaves no trace."""
     recipe = {name: value for name, value in records[0].recipe.items() if name != PART_FIELD}
+    captures = {json.dumps([_at(r.recipe, field) for field in OF_TEXT], sort_keys=True): r.recipe for r in records}
+    if len(captures) > 1:
+        for field in OF_TEXT:
+            values = [value for one in captures.values() for value in _unmerged(_at(one, field))]
+            different = {json.dumps(value, sort_keys=True): value for value in values}
+            if field == "options.num_sequences" and all(type(value) is int for value in values):
+                recipe = _with(recipe, field, sum(values))
+            elif len(different) > 1:
+                recipe = _with(recipe, field, {"merged": [different[key] for key in sorted(different)]})
     parts = [part for record in records for part in _part_list(record)]
     return {**recipe, PART_FIELD: {"merged": sorted(parts, key=lambda part: json.dumps(part, sort_keys=True))}}
+
+
+def _unmerged(value: Any) -> list[Any]:
+    return list(value["merged"]) if isinstance(value, Mapping) and set(value) == {"merged"} else [value]
 
 
 def _merged_batches(records: Sequence[Record]) -> Batches:
