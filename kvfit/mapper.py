@@ -40,8 +40,8 @@ class Mapper:
     Attributes:
         spec: what it maps and how.
         verdict: of the bundle's evaluation: ``pass``, ``fail`` or ``unknown``.
-        judged_recompute: share of the prefix that the target recomputed where the verdict was found. `handoff` warns where it is
-            to recompute less.
+        judged_recompute: share of the prefix that the target recomputed where the verdict was found. `handoff` warns where it
+            is to recompute less.
     """
 
     def __init__(
