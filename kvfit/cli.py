@@ -210,7 +210,7 @@ def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool,
     from kvfit.fit.text import TextOptions
 
     text, loading = _text(values), _loading(values)
-    texts = {name: TextOptions(dataset) for name, dataset in values.pop("texts").items()}
+    texts = {name: TextOptions(dataset, column=text.column) for name, dataset in values.pop("texts").items()}
     values["thresholds"] = verb.Thresholds.changed(values["thresholds"])
     values = {name: value for name, value in values.items() if value is not None}
     options = verb.Options(**values)

@@ -34,8 +34,11 @@ def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
     heads, head_dim = values.get("num_key_value_heads"), values.get("head_dim")
     if not isinstance(heads, int):
         return {}
-    if not isinstance(head_dim, int):  # what every family does that leaves it out
-        head_dim = values["hidden_size"] // values["num_attention_heads"]
+    if not isinstance(head_dim, int):  # what families do that leave it out; a few call the two otherwise
+        width, n_query = values.get("hidden_size"), values.get("num_attention_heads")
+        if not isinstance(width, int) or not isinstance(n_query, int):
+            return {}
+        head_dim = width // n_query
     found: dict[int, tuple[int, int]] = {}
     for path, module in unwrapped(model).named_modules():
         place = layer_path(path)

@@ -221,15 +221,16 @@ class _Mover:
                 f"source_cache: found {pairs[0][0].shape[0]} sequences of {covered} tokens, needed {batch} of at most {length} "
                 "as input_ids has"
             )
-        prefix = min(covered, length - 1)
+        # The target's cache may be ahead of the source's: then there is nothing to map, and nothing to give up.
+        prefix = max(min(covered, length - 1), common)
         mapper.check(pairs, self.positions[:, :covered])
-        reused = min(common, prefix)
+        reused = common
         # In a left-padded batch the first real token of every row must be exact, so the head reaches over the longest padding.
         head = min(max(reused, self.padding + wanted.exact_head if wanted.exact_head else 0), prefix)
         tail = max(head, prefix - wanted.exact_tail)
         pairs = [(keys[:, :, :prefix], values[:, :, :prefix]) for keys, values in pairs]
         windowed = any(window is not None for window in mapper.spec.target.windows)
-        tokens = self.chosen(wanted, pairs, tail, reused if windowed else 0)
+        tokens = self.chosen(wanted, pairs, min(tail, pairs[0][0].shape[2]), reused if windowed else 0)
         if tokens is not None and target_cache is not None:
             refuse_static(target_cache)
         mapped: Pairs = []
@@ -244,10 +245,10 @@ class _Mover:
                 _refuse_nonfinite(mapped, cut, head - start, head)
 
         # Everything was checked and mapped; from here on the target's cache changes.
-        self.own = None
         cache = caches.new_cache(self.model) if target_cache is None else target_cache
         if target_cache is not None:
-            caches.crop(cache, reused)
+            caches.crop(cache, reused)  # refuses before it changes anything
+        self.own = None
         # A windowed layer drops tokens that those run once more may need to see.
         work = whole(cache) if tokens is not None and windowed else cache
         self.fill(work, mapped, reused, head)

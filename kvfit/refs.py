@@ -10,7 +10,6 @@ from kvfit.errors import RefError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}", re.ASCII)
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-_NUMBERED = re.compile(r"v(\d{1,9})", re.ASCII)
 _VERSION = re.compile(r"v?\d{1,9}(\.\d{1,9}){0,9}", re.ASCII)
 
 
@@ -49,17 +48,19 @@ def is_version(name: str) -> bool:
 
 
 def version_key(tag: str) -> tuple[int, tuple[int, ...], str]:
-    """Sorts tags: other names first, then 1.0, 1.1, ..., then v1, v2, ... (what `next_version` makes), all by number."""
+    """Sorts tags: other names first, then versions by number, with or without the ``v``: v1, v1.1, v1.10, v2, 2.1."""
     if not is_version(tag):
         return 0, (), tag
-    numbers = tuple(int(part) for part in tag.removeprefix("v").split("."))
-    return (2 if _NUMBERED.fullmatch(tag) else 1), numbers, ""
+    return 1, _numbers(tag), tag
 
 
 def next_version(tags: list[str]) -> str:
-    """The version after the highest of v1, v2, ...: ``v1`` where there is none."""
-    numbers = [int(match.group(1)) for tag in tags if (match := _NUMBERED.fullmatch(tag))]
-    return f"v{max(numbers, default=0) + 1}"
+    """The whole version after the highest: v3 after v2 and after 2.1; ``v1`` where there is none."""
+    return f"v{max((_numbers(tag)[0] for tag in tags if is_version(tag)), default=0) + 1}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.removeprefix("v").split("."))
 
 
 def published_versions(folder: Path) -> list[str]:

@@ -533,6 +533,34 @@ def test_less_recomputed_than_was_judged_warns(pair):
         handoff(mapper, target, ids, cache)
 
 
+@pytest.mark.parametrize("recompute", [0.0, 0.5])
+def test_a_target_that_is_ahead_of_the_source_keeps_what_it_has(pair, recompute):
+    source, target, mapper = pair
+    ids = tokens(1, 24)
+    own = prefilled(target, ids[:, :18])
+    moved = handoff(
+        mapper, target, ids, prefilled(source, ids[:, :10]), target_cache=own, target_ids=ids[:, :18],
+        recompute=recompute, guide=source,
+    )  # fmt: skip
+    assert (moved.n_reused, moved.n_mapped, moved.n_exact) == (18, 0, 0)
+    assert torch.equal(moved.remaining_ids, ids[:, 18:])
+    # What is run once more in the target's own context gives its own keys and values again.
+    close(moved.cache, prefilled(target, ids[:, :18]))
+    with torch.no_grad():
+        assert torch.allclose(caches.forward(target, moved.remaining_ids, moved.cache), target(ids).logits[:, 18:], atol=1e-4)
+
+
+def test_a_windowed_target_that_is_ahead_drops_nothing():
+    model = zoo.build(next(family for family in zoo.FAMILIES if family.name == "gemma3"))
+    mapper = identity_mapper(model)
+    ids = tokens(1, 50, seed=1) % model.config.vocab_size
+    own = prefilled(model, ids[:, :40])
+    moved = handoff(
+        mapper, model, ids, prefilled(model, ids[:, :20], cache=caches.full_cache()), target_cache=own, target_ids=ids[:, :40]
+    )
+    assert (moved.n_reused, moved.n_mapped, moved.remaining_ids.shape[1]) == (40, 0, 10)
+
+
 def test_a_static_source(pair):
     from transformers import StaticCache
 

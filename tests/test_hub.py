@@ -98,8 +98,8 @@ def test_experiments_are_no_versions(tmp_path, monkeypatch):
     make_bundle(tmp_path / "1.2")
     make_bundle(tmp_path / "1.10")
     assert resolve(tmp_path) == tmp_path / "1.10"
-    make_bundle(tmp_path / "v1")
-    assert resolve(tmp_path) == tmp_path / "v1"
+    make_bundle(tmp_path / "v2")
+    assert resolve(tmp_path) == tmp_path / "v2"
 
 
 def test_a_device_that_is_not_here(tmp_path):
@@ -120,10 +120,11 @@ def test_a_torn_bundle_is_a_bundle_error(tmp_path):
 def test_names():
     assert split_ref("org/name@v1") == ("org/name", "v1")
     assert split_ref("org/name") == ("org/name", None)
-    assert next_version([]) == next_version(["main", "vx", "1.0"]) == "v1"
+    assert next_version([]) == next_version(["main", "vx"]) == "v1"
     assert next_version(["v9", "v10", "v2"]) == "v11"
     assert sorted(["v10", "v2", "beta", "v1"], key=version_key) == ["beta", "v1", "v2", "v10"]
-    assert sorted(["v1", "1.10", "1.9", "beta"], key=version_key) == ["beta", "1.9", "1.10", "v1"]
+    assert next_version(["1.9", "v1"]) == "v2"
+    assert sorted(["1.10", "v2", "1.9", "v1.1", "v1", "beta"], key=version_key) == ["beta", "v1", "v1.1", "1.9", "1.10", "v2"]
     assert all(is_version(name) for name in ("v1", "2", "1.0", "v1.10.2"))
     assert not any(is_version(name) for name in ("beta", "v", "v1-beta", "v1.0-rc_1", "1.", "v1\n", "demo-2"))
     assert is_tag("v1.0-rc_1")
