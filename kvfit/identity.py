@@ -19,6 +19,7 @@ from kvfit.probe import frequency_dtype, probe, rotary_tables
 from kvfit.spec import ModelSpec
 
 _SAMPLES = 64
+_ENDS = 16
 _MIXTURE = re.compile(r"expert|moe|router|(^|\.)gate$")
 _DECIMALS = 9  # significant digits of a configured number; more than any file carries, fewer than a float32 invents
 
@@ -127,27 +128,53 @@ def require_model(model: Any, name: str) -> None:
 class WeightStamp:
     """Notices that a checked model is no longer what it was: weights written in place, replaced or moved, an adapter put on.
 
-    Compares no values, only which tensors there are and how often each was written, so it takes a fraction of a millisecond.
-    What is written through ``tensor.data`` is not counted by torch and not noticed.
+    Compares which tensors there are, how often each was written, and a few numbers of the first and the last layers, so it
+    takes about a millisecond and waits for a device once. The numbers are for what torch does not count: peft merges an adapter
+    through ``tensor.data``. What is written so to layers in the middle alone goes unnoticed.
     """
 
     def __init__(self, model: Any) -> None:
-        self._parts = [(weakref.ref(weight), _state(weight)) for weight in _parameters(model)]
+        weights = _tensors(model)
+        self._parts = [(weakref.ref(weight), _state(weight)) for weight in weights]
+        self._numbers = _numbers(weights)
 
     def holds(self, model: Any) -> bool:
         """Whether nothing was written since."""
-        weights = _parameters(model)
-        return len(weights) == len(self._parts) and all(
-            kept() is weight and state == _state(weight) for weight, (kept, state) in zip(weights, self._parts, strict=True)
+        weights = _tensors(model)
+        return (
+            len(weights) == len(self._parts)
+            and all(
+                # Accelerate puts a new tensor in the place of an offloaded one after every pass.
+                (weight.is_meta or kept() is weight) and state == _state(weight)
+                for weight, (kept, state) in zip(weights, self._parts, strict=True)
+            )
+            and _numbers(weights) == self._numbers
         )
 
 
-def _parameters(model: Any) -> list[Tensor]:
-    return list(unwrapped(model).parameters())
+def _tensors(model: Any) -> list[Tensor]:
+    """Parameters and buffers: inverse frequencies and quantised weights are among the latter."""
+    model = unwrapped(model)
+    return [*model.parameters(), *model.buffers()]
+
+
+def _numbers(weights: list[Tensor]) -> list[float]:
+    """Four numbers of each of the first and last matrices, a layer or more at either end, as they are."""
+    matrices = [weight for weight in weights if weight.dim() > 1 and weight.is_floating_point() and not weight.is_meta]
+    ends = matrices[:_ENDS] + matrices[_ENDS:][-_ENDS:]
+    found: dict[torch.device, list[Tensor]] = {}
+    for weight in ends:
+        flat = weight.detach().reshape(-1)
+        step = max(1, flat.numel() // 4)
+        step -= step % 2 == 0  # an even step would stay in one column of a matrix
+        found.setdefault(weight.device, []).append(flat[::step][:4].float())
+    return [number for parts in found.values() for number in torch.cat(parts).tolist()]
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
     """How often it was written, and where it is."""
+    if weight.is_meta:
+        return weight.numel(), 0
     return (0 if weight.is_inference() else weight._version), weight.data_ptr()
 
 

@@ -330,6 +330,33 @@ def test_a_checked_model_that_changed_is_checked_again(target):
         mapper.check_models(target_model=model)
     attention.v_proj = attention.v_proj.base_layer
     mapper.check_models(target_model=model.to(torch.float32))
+    # What torch does not count: an adapter merged as peft does, and frequencies.
+    delta = [torch.randn(layer.self_attn.q_proj.weight.shape) * 0.01 for layer in model.model.layers]
+    for layer, part in zip(model.model.layers, delta, strict=True):
+        layer.self_attn.q_proj.weight.data += part
+    with pytest.raises(MismatchError, match="weight_fingerprint"):
+        mapper.check_models(target_model=model)
+    for layer, part in zip(model.model.layers, delta, strict=True):
+        layer.self_attn.q_proj.weight.data -= part
+    model.load_state_dict(saved)
+    mapper.check_models(target_model=model)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    with pytest.raises(MismatchError, match=r"rope.tables"):
+        mapper.check_models(target_model=model)
+
+
+def test_an_offloaded_model_is_checked_once(target, monkeypatch):
+    from accelerate import cpu_offload
+
+    checked = []
+    monkeypatch.setattr("kvfit.mapper.check_model", lambda _, model: checked.append(model))
+    model = copy.deepcopy(target)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    mapper = identity_mapper(target)
+    for _ in range(3):
+        mapper.check_models(target_model=model)
+        model(torch.tensor([[5, 6, 7]]))
+    assert len(checked) == 1
 
 
 class Adapter(torch.nn.Module):

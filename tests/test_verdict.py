@@ -90,6 +90,17 @@ def test_recall_counts_where_both_models_can() -> None:
     assert "can be guessed" in judge(table(), Thresholds(), recall=recall(shuffled=0.5), documents=8).unknown[0]
 
 
+@pytest.mark.parametrize("arm", ["handoff", "native", "source", "mean"])
+@pytest.mark.parametrize("field", ["nll", "kl", "share_of_gap", "interval"])
+def test_no_number_is_no_pass(arm: str, field: str) -> None:
+    nan = float("nan")
+    found = judge(
+        table(**{arm: {field: [nan, nan] if field == "interval" else nan}}), Thresholds(), recall=recall(), documents=8
+    )
+    judged = field == "nll" or arm == "handoff"
+    assert found.verdict == ("fail" if judged else "pass")
+
+
 def test_what_was_not_measured_is_no_pass() -> None:
     unasked = judge(table(), Thresholds(), documents=8)
     assert unasked.verdict == "unknown"
@@ -143,6 +154,13 @@ BLIND = diagnosis(layers=[{"layer_index": 5, "attention_cosine": 0.2}, {"layer_i
         (diagnosis(explained_rotated=0.85), SOLVED, "it was fitted on rotated keys"),
         (diagnosis(explained={"keys": 0.4, "values": 0.6}), SOLVED, "keys: explained variance 0.40, 0.75 when it was solved"),
         (BLIND, SOLVED, "attention of layer 5 reads something else (cosine 0.20"),
+        (
+            diagnosis(explained={"keys": 0.7, "values": float("nan")}),
+            SOLVED,
+            "values: explained variance nan, 0.60 when it was",
+        ),
+        (diagnosis([[float("nan")] * 3] * 3), SOLVED, "keys: the map's outputs resemble no layer of the target"),
+        (diagnosis(layers=[{"layer_index": 2, "attention_cosine": float("nan")}]), SOLVED, "attention of layer 2 reads"),
     ],
 )
 def test_each_fault_of_a_map_has_its_own_reason(found: Diagnosis, solved: dict[str, Any], reason: str) -> None:
@@ -156,6 +174,8 @@ def test_a_good_map_has_no_reason_to_fail() -> None:
     # A layer that resembles its neighbour a little more than its own is no wrong order.
     assert judge_map(diagnosis([[0.7, 0.75, 0.1], [0.1, 0.8, 0.1], [0.2, 0.1, 0.7]]), SOLVED, 512, Thresholds()) == []
     assert judge_map(diagnosis(explained_rotated=None), {}, 512, Thresholds()) == []
+    # Records are not part of the bundle's format: what they do not say is not asked of them.
+    assert judge_map(diagnosis(), {"tokens": [1], "r2": {"keys": 3}}, 512, Thresholds()) == []
 
 
 def test_thresholds_from_the_command_line() -> None:

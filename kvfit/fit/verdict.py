@@ -124,7 +124,7 @@ def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, 
         found.unknown.append(f"recall is unknown: the models cannot do the probes ({why})")
     for kind, entry in able.items():
         native, moved = (entry["arms"][arm]["recall"] for arm in ("native", "handoff"))
-        if moved < thresholds.recall * native:
+        if not moved >= thresholds.recall * native:
             found.failed.append(f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}")
         guessed = entry["arms"]["shuffled"]["recall"]
         if guessed > thresholds.recall_shuffled:
@@ -136,19 +136,20 @@ def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, 
 
 def _likelihood(table: Table, thresholds: Thresholds) -> list[str]:
     moved, native, source = table["handoff"], table["native"], table["source"]
-    if native["nll"] >= source["nll"]:
+    # Written so that a number that is none (NaN) fails: it is no measurement to pass by.
+    if not native["nll"] < source["nll"]:
         return ["the source alone is at least as good as the target with its own cache: there is nothing to gain by moving"]
     failed = []
-    if moved["nll"] >= source["nll"]:
+    if not moved["nll"] < source["nll"]:
         failed.append(
             f"the source alone is better than the moved target ({source['nll']:.3f} against {moved['nll']:.3f} nats): "
             "stay with it"
         )
-    elif moved["share_of_gap"] < thresholds.share_of_gap:
+    elif not moved["share_of_gap"] >= thresholds.share_of_gap:
         failed.append(f"share of gap {moved['share_of_gap']:.2f}, needed {thresholds.share_of_gap:.2f}")
-    elif moved["interval"][0] < thresholds.interval_low:
+    elif not moved["interval"][0] >= thresholds.interval_low:
         failed.append(f"its interval begins at {moved['interval'][0]:.2f}, needed {thresholds.interval_low:.2f}")
-    if moved["kl"] > thresholds.kl:
+    if not moved["kl"] <= thresholds.kl:
         failed.append(f"KL to native {moved['kl']:.3f} nats, needed at most {thresholds.kl:.3f}")
     return failed + control_lead(table, thresholds)
 
@@ -171,7 +172,7 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
         thresholds: see there.
     """
     failed = []
-    fitted = solve.get("tokens", {}).get("fit")
+    fitted = _at(solve, "tokens", "fit")
     if isinstance(fitted, int) and fitted < thresholds.tokens_per_input * inputs:
         failed.append(
             f"fitted on {fitted} tokens for {inputs} inputs, needed {thresholds.tokens_per_input:g} per input: capture more "
@@ -180,7 +181,7 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
     misplaced = {kind: _misplaced(order, thresholds) for kind, order in found.order.items()}
     blank = {kind: float(order.max(1).values.mean()) for kind, order in found.order.items()}
     for kind in KINDS:
-        if blank[kind] < thresholds.correlation:
+        if not blank[kind] >= thresholds.correlation:
             failed.append(
                 f"{kind}: the map's outputs resemble no layer of the target (mean correlation {blank[kind]:.2f}, needed "
                 f"{thresholds.correlation:.2f}): its weights belong to another pair or are damaged"
@@ -197,7 +198,8 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
     elif not any(misplaced.values()) and min(blank.values()) >= thresholds.correlation:
         failed += _dropped(found, solve, thresholds)
     cosines = [(layer["attention_cosine"], layer["layer_index"]) for layer in found.layers]
-    known = [pair for pair in cosines if pair[0] is not None]
+    # A cosine that is none (NaN) is the worst there can be.
+    known = [(cosine if isfinite(cosine) else -2.0, layer_index) for cosine, layer_index in cosines if cosine is not None]
     if known and min(known)[0] < thresholds.attention_cosine:
         worst, layer_index = min(known)
         failed.append(
@@ -205,6 +207,13 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
             f"{thresholds.attention_cosine:.2f})"
         )
     return failed
+
+
+def _at(value: Any, *keys: str) -> Any:
+    """A value inside nested records, None where one of the keys is absent: records are not part of the bundle's format."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _misplaced(order: torch.Tensor, thresholds: Thresholds) -> list[tuple[int, int]]:
@@ -217,8 +226,8 @@ def _misplaced(order: torch.Tensor, thresholds: Thresholds) -> list[tuple[int, i
 def _dropped(found: Diagnosis, solve: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
     failed = []
     for kind in KINDS:
-        solved = solve.get("r2", {}).get(kind, {}).get("chosen", {}).get("holdout")
-        if isinstance(solved, float) and solved - found.explained[kind] > thresholds.explained_drop:
+        solved = _at(solve, "r2", kind, "chosen", "holdout")
+        if isinstance(solved, float) and not solved - found.explained[kind] <= thresholds.explained_drop:
             failed.append(
                 f"{kind}: explained variance {found.explained[kind]:.2f}, {solved:.2f} when it was solved, needed a drop of at "
                 f"most {thresholds.explained_drop:.2f}: the text is unlike the calibration text, or the map is another one"
