@@ -241,7 +241,9 @@ class _Mover:
                 # to a cache that holds a head already would copy every layer.
                 start = head if reused else 0
                 mapped = mapper.transfer_layers(cut, positions=self.positions[:, :tail], start=start, target_model=self.model)
-                # Padding before the head may be anything in a source's cache.
+                # Padding may be anything in a source's cache, and a mask that is added does not keep NaN out.
+                if self.padding > head:
+                    _blank(mapped, self.mask[:, start:tail] == 0)
                 _refuse_nonfinite(mapped, cut, head - start, head)
 
         # Everything was checked and mapped; from here on the target's cache changes.
@@ -334,6 +336,13 @@ class _Mover:
         most = min(held, length - 1)
         differs = (target_ids[:, :most].to(self.input_ids.device) != self.input_ids[:, :most]).any(0)
         return int(differs.int().argmax()) if bool(differs.any()) else most
+
+
+def _blank(mapped: Pairs, padding: Tensor) -> None:
+    """Zeros where `padding` (B, T) is set."""
+    for halves in mapped:
+        for half in halves:
+            half.masked_fill_(padding[:, None, :, None].to(half.device), 0)
 
 
 def _refuse_nonfinite(mapped: Pairs, source: Pairs, start: int, head: int) -> None:

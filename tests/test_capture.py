@@ -396,10 +396,37 @@ def test_captures_of_different_text_merge_into_one_of_all_of_it(tiny_pair: tuple
     assert recipe["options"] == whole.recipe["options"]
     assert recipe["batch_size"] == {"merged": [4, 5]}
     assert merge([tmp_path / "a", tmp_path / "b"], tmp_path / "again").recipe == recipe
+    # A shard of the same name on another machine, with the same options: other documents.
+    (tmp_path / "elsewhere").mkdir()
+    more = "".join(json.dumps({"text": text}) + "\n" for text in islice(documents(TEXT), 20, 30))
+    (tmp_path / "elsewhere" / "a.jsonl").write_text(more)
+    capture(
+        *map(str, tiny_pair), tmp_path / "c", text=TextOptions(str(tmp_path / "elsewhere" / "a.jsonl")), options=options,
+        loading=FLOAT32, batch_size=5, progress=False,
+    )  # fmt: skip
+    shards = merge([tmp_path / "c", tmp_path / "a"], tmp_path / "shards")
+    assert shards.count("all") == 20 * len(options.kept)
+    assert shards.recipe == merge([tmp_path / "a", tmp_path / "c"], tmp_path / "shards-again").recipe
+    assert (shards.recipe["text"]["dataset"], shards.recipe["options"]["num_sequences"]) == ("a.jsonl", 20)
     with pytest.raises(MismatchError, match="hold the same text: found 20 documents"):
         merge([tmp_path / "merged", tmp_path / "all"], tmp_path / "twice")
     bundle = Bundle.open(solve(tmp_path / "merged", tmp_path / "bundle", progress=False).bundle)
     assert "| text | a.jsonl, b.jsonl |" in render_card(bundle)
+
+
+def test_an_interrupt_after_the_only_commit_deletes_nothing(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record is in its place before the run knows it."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvfit.fit.writer.StoreWriter.drop_dead", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        capture(*map(str, tiny_pair), tmp_path / "out", text=TEXT, options=SMALL, loading=FLOAT32, progress=False)
+    monkeypatch.undo()
+    assert Store.open(tmp_path / "out").count("all") == 12 * len(SMALL.kept)
 
 
 def test_two_processes_of_torchrun_end_in_one_store(

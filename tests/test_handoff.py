@@ -112,6 +112,24 @@ def test_left_padding(pair):
         assert torch.allclose(caches.forward(target, single.remaining_ids, single.cache), logits[row : row + 1], atol=1e-3)
 
 
+@pytest.mark.parametrize("head", [0, 1])
+def test_padding_may_hold_anything(pair, head):
+    source, target, mapper = pair
+    ids = tokens(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    pairs = [(keys.clone(), values.clone()) for keys, values in caches.read_cache(prefilled(source, ids, mask))]
+    clean = handoff(mapper, target, ids, pairs, attention_mask=mask, exact_head=head)
+    for keys, values in pairs:
+        keys[0, :, :6], values[0, :, :6] = float("nan"), float("inf")
+    moved = handoff(mapper, target, ids, pairs, attention_mask=mask, exact_head=head)
+    found, wanted = (caches.forward(target, one.remaining_ids, one.cache, attention_mask=mask) for one in (moved, clean))
+    assert torch.allclose(found, wanted, atol=1e-4)
+    pairs[1][0][0, :, 9] = float("nan")  # a token's
+    with pytest.raises(MismatchError, match="NaN"):
+        handoff(mapper, target, ids, pairs, attention_mask=mask, exact_head=head)
+
+
 def test_one_token_is_always_left(pair):
     source, target, mapper = pair
     ids = tokens(1, 9)

@@ -28,7 +28,7 @@ from kvfit.fit.layout import SPLITS, Layout, Part, StatsDtype
 from kvfit.fit.merge import merge
 from kvfit.fit.ranks import Ranks, meeting
 from kvfit.fit.recipe import make_recipe
-from kvfit.fit.record import PART_FIELD, first_difference
+from kvfit.fit.record import PART_FIELD, first_difference, read_record
 from kvfit.fit.selfcheck import self_check
 from kvfit.fit.store import Store
 from kvfit.fit.text import Cursor, Sequence, TextOptions, sequences
@@ -196,7 +196,7 @@ def capture(
             if not accumulator.finished:
                 accumulator.finish({**cursor.to_json(), **documents})
     except BaseException:
-        if accumulator.cursor is None:  # nothing was committed: what is there would only be in the way
+        if _is_empty(part):  # nothing was committed: what is there would only be in the way
             shutil.rmtree(part, ignore_errors=True)
         raise
     with meeting(ranks):
@@ -231,6 +231,14 @@ def check_batch_size(batch_size: int) -> None:
     """
     if batch_size < 1:
         raise OptionError(f"--batch-size: found {batch_size}, needed at least 1")
+
+
+def _is_empty(part: Path) -> bool:
+    """Whether the record on the disk says that nothing was committed; what the accumulator knows may be a moment behind it."""
+    try:
+        return read_record(part).cursor is None
+    except StoreError:
+        return False
 
 
 def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
