@@ -39,6 +39,7 @@ from kvfit.spec import KINDS
 
 __all__ = ["Evaluated", "Options", "Thresholds", "evaluate"]
 
+PROBE_TOKENS = 64  # at most, of a recall question and its answer
 LEAST_MAPPED = 0.25  # of the context, in the arm that is judged
 
 
@@ -194,7 +195,8 @@ def evaluate(
     }
     for (ref, revision), how in zip(refs, loading, strict=True):
         config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
-        check_positions(config, ref, longest + options.continuation, "--prefix and --continuation")
+        beyond = max(options.continuation, options.greedy, PROBE_TOKENS if options.probes else 0)
+        check_positions(config, ref, longest + beyond, "--prefix, --continuation and --greedy")
     pair, tokenizer = arms.load_pair(
         opened,
         source=source,
@@ -215,8 +217,10 @@ def evaluate(
     report["overlap"] = {"checked": fitted is not None, "left_out": read[longest].left_out}
     for name, other in (texts or {}).items():
         report["texts"][name] |= {"text": public_name(other.dataset), "left_out": further[name].left_out}
-    data = json.dumps(_finite(report), indent=2, sort_keys=True, allow_nan=False) + "\n"
-    files = {"evaluation.json": data.encode(), "evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
+    pages = {"evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
+    report = _finite(report)
+    data = json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    files = {"evaluation.json": data.encode(), **pages}
     add_files(opened.folder, files)
     write_card(opened.folder)
     return Evaluated(opened.folder, report)
