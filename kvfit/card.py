@@ -288,7 +288,7 @@ def _overlap(evaluation: dict[str, Any]) -> str:
         return "Whether the mapper was fitted on some of it is not known: there is no record of the documents."
     left_out = _at(evaluation, "overlap", "left_out")
     more = f"; {left_out} documents that they did see were left out" if type(left_out) is int and left_out else ""
-    return f"Neither fit nor selection saw any of it{more}."
+    return f"Neither fit nor selection saw any of these documents{more}."
 
 
 def _limits(bundle: Bundle, license: str | None) -> str:

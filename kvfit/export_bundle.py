@@ -76,7 +76,7 @@ def export_bundle(
     if bundle.verdict == "fail" and require == "pass":
         raise GateError(
             f"bundle {ref}: its evaluation failed, which {format}'s layout cannot say; improve it, or export it anyway with"
-            " require='any'"
+            " --any (require='any')"
         )
     mapper_id = make_mapper_id(bundle.spec, bundle_version)
     try:

@@ -130,6 +130,8 @@ def handoff(
     require_model(target_model, "target_model")
     input_ids = checked_ids(target_model, input_ids)
     mover = _Mover(target_model, input_ids, checked_mask(input_ids, attention_mask))
+    if isinstance(mapper, Mapper) and isinstance(recompute, int | float) and exact_tokens is None:
+        _warn_of_less(mapper, recompute)
     try:
         wanted = Wanted(exact_head, exact_tail, recompute, guide, exact_tokens)
         return mover.move(mapper, source_cache, wanted, target_cache, target_ids)
@@ -141,14 +143,14 @@ def handoff(
     return mover.prefill(reason)
 
 
-def _warn_of_less(mapper: Mapper, wanted: Wanted) -> None:
+def _warn_of_less(mapper: Mapper, recompute: float) -> None:
     """A verdict speaks of the handoff that was judged: with less recomputed, recall may be gone and nothing else show it."""
-    if wanted.exact_tokens is None and wanted.recompute < mapper.judged_recompute:
+    if recompute < mapper.judged_recompute:
         warnings.warn(
-            f"mapper {mapper.spec.source.ref} -> {mapper.spec.target.ref}: found recompute={wanted.recompute:g}, needed "
+            f"mapper {mapper.spec.source.ref} -> {mapper.spec.target.ref}: found recompute={recompute:g}, needed "
             f"{mapper.judged_recompute:g} as its verdict {mapper.verdict} was found with: pass recompute="
             f"{mapper.judged_recompute:g} and guide=, or evaluate without",
-            stacklevel=5,  # move, handoff and torch's no_grad are between this and the caller
+            stacklevel=4,  # handoff and torch's no_grad are between this and the caller
         )
 
 
@@ -207,7 +209,6 @@ class _Mover:
     def move(self, mapper: Mapper, source_cache: Any, wanted: Wanted, target_cache: Any, target_ids: Tensor | None) -> Handoff:
         if not isinstance(mapper, Mapper):
             raise MismatchError(f"mapper: found {type(mapper).__name__}, needed a Mapper: load_mapper(...) gives one")
-        _warn_of_less(mapper, wanted)
         mapper.check_models(None, self.model)
         common = self.common(mapper, target_cache, target_ids)
         if target_cache is not None:

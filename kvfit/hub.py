@@ -60,6 +60,11 @@ def load_mapper(
     if ref is None:
         if source is None or target is None:
             raise RefError("load_mapper: found no ref, needed a ref, or both source= and target=")
+        for name, value, kinds in (("source", source, str), ("target", target, str), ("registry", registry, str | Path | None)):
+            if not isinstance(value, kinds):
+                raise RefError(
+                    f"load_mapper: found {name}={value!r}, needed a name such as org/name, or a folder for registry="
+                )
         entry = find_mapper(source, target, folder=None if registry is None else Path(registry).expanduser())
         ref = entry.location
         pinned = entry.weights_digest if revision is None else None

@@ -343,8 +343,8 @@ class Mapper:
     def _map(
         self, pairs: Pairs, positions: Tensor | None, chosen: list[int], start: int, places: list[Place], chunk_tokens: int
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        if chunk_tokens < 1:
-            raise MismatchError(f"chunk_tokens: found {chunk_tokens}, needed 1 or more")
+        if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
+            raise MismatchError(f"chunk_tokens: found {chunk_tokens!r}, needed a whole number, 1 or more")
         total = pairs[0][0].shape[2]
         positions = torch.arange(total, device=pairs[0][0].device) if positions is None else positions
         cut = [(keys[:, :, start:], values[:, :, start:]) for keys, values in pairs]

@@ -122,7 +122,7 @@ def push(
     home = _registry_home(registry, Path(name) if local else None)
     release = Release.of(folder, ref=None if local else name, license=license)
     if release.bundle.verdict == "fail" and require == "pass":
-        raise GateError(f"bundle {folder}: its evaluation failed; improve it, or publish it anyway with require='any'")
+        raise GateError(f"bundle {folder}: its evaluation failed; improve it, or publish it anyway with --any (require='any')")
     if local:
         published = _publish_folder(release, Path(name).expanduser(), tag, dry_run)
     else:

@@ -123,6 +123,11 @@ class Wanted:
             low, high = torch.stack(torch.aminmax(tokens)).tolist()
             if not 0 <= low <= high < prefix:
                 raise MismatchError(f"exact_tokens: found {low} to {high}, needed indices of the {prefix} moved tokens")
+            if high <= 1 and tokens.shape[1] > 4:
+                raise MismatchError(
+                    f"exact_tokens: found {tokens.shape[1]} zeros and ones, needed indices of tokens: of a mask of one row, "
+                    "mask.nonzero().flatten()"
+                )
         return tokens
 
 

@@ -126,12 +126,12 @@ def test_the_lines_of_python_are_what_was_judged(tmp_path):
 @pytest.mark.parametrize(
     ("overlap", "sentence"),
     [
-        ({"checked": True, "left_out": 0}, "Neither fit nor selection saw any of it."),
+        ({"checked": True, "left_out": 0}, "Neither fit nor selection saw any of these documents."),
         (
             {"checked": True, "left_out": 3},
-            "Neither fit nor selection saw any of it; 3 documents that they did see were left out.",
+            "Neither fit nor selection saw any of these documents; 3 documents that they did see were left out.",
         ),
-        ({"checked": True, "left_out": "<b>"}, "Neither fit nor selection saw any of it."),
+        ({"checked": True, "left_out": "<b>"}, "Neither fit nor selection saw any of these documents."),
         ({"checked": "yes"}, "is not known"),
         ({"checked": False, "left_out": 0}, "is not known"),
         (None, "is not known"),

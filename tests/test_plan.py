@@ -158,3 +158,13 @@ def test_parameters_have_a_readable_unit(parameters: float, text: str) -> None:
 def test_a_folder_has_no_revision(tiny_pair: tuple[Path, Path]) -> None:
     with pytest.raises(RefError, match="found revision v1 beside a folder"):
         plan(str(tiny_pair[0]), str(tiny_pair[1]), revisions=("v1", None))
+
+
+def test_a_built_in_model_has_no_revision() -> None:
+    with pytest.raises(RefError, match="found revision v1 beside a built-in model"):
+        plan("demo:source", "demo:target", revisions=("v1", None))
+
+
+def test_no_name_is_no_folder() -> None:
+    with pytest.raises(RefError, match="found no such folder"):
+        plan("", "demo:target")

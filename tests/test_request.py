@@ -48,6 +48,16 @@ def test_a_mask_is_not_read_as_indices(pair, chosen):
         handoff(mapper, target, IDS, prefilled(source, IDS), exact_tokens=chosen)
 
 
+def test_a_mask_of_whole_numbers_is_no_mask_either(pair):
+    source, target, mapper = pair
+    ids = torch.randint(5, 2000, (1, 24))
+    mask = torch.zeros(24, dtype=torch.long)
+    mask[8:12] = 1
+    with pytest.raises(MismatchError, match=r"exact_tokens: found 24 zeros and ones, needed indices"):
+        handoff(mapper, target, ids, prefilled(source, ids), exact_tokens=mask)
+    handoff(mapper, target, ids, prefilled(source, ids), exact_tokens=[0, 1])
+
+
 def test_the_advice_for_a_mask_holds(pair):
     source, target, mapper = pair
     moved = handoff(mapper, target, IDS, prefilled(source, IDS), exact_tokens=MASK.nonzero().flatten())

@@ -238,3 +238,8 @@ def test_an_empty_file_of_a_folder_is_no_fault_of_the_reader(tmp_path: Path) -> 
 
 def test_the_default_cursor_is_the_start() -> None:
     assert Cursor() == Cursor(**Cursor().to_json())
+
+
+def test_white_space_makes_no_other_document() -> None:
+    assert digests.digest("a  b\n\nc") == digests.digest(" a b c\n") != digests.digest("ab c")
+    assert len(digests.digest("")) == digests.LENGTH

@@ -32,7 +32,9 @@ def main():
 
     # The unsure rows of the cache, ids and mask move as one batch.
     pairs = [(keys[unsure], values[unsure]) for keys, values in kept]
-    moved = handoff(mapper, target, ids[unsure], pairs, attention_mask=mask[unsure], on_error="prefill")
+    moved = handoff(
+        mapper, target, ids[unsure], pairs, attention_mask=mask[unsure], recompute=0.1, guide=source, on_error="prefill"
+    )
     answers = draft.sequences.clone()
     answers[unsure] = generate(target, ids[unsure], moved.cache, attention_mask=mask[unsure], **options)
     for row, answer in enumerate(answers):

@@ -26,7 +26,7 @@ def main():
     # The user asks on, and the target takes over, the source's answer included.
     conversation = torch.cat([conversation, torch.tensor([second])], 1)
     forward(source, conversation[:, source_cache.get_seq_length() :], source_cache, base=True)
-    moved = handoff(mapper, target, conversation, source_cache)
+    moved = handoff(mapper, target, conversation, source_cache, recompute=0.1, guide=source)
     print(f"moved:  {moved.n_mapped} tokens mapped, {moved.n_exact} run by the target")
     length = conversation.shape[1]
     conversation = generate(target, conversation, moved.cache, **options)
@@ -36,7 +36,9 @@ def main():
     held = conversation[:, : moved.cache.get_seq_length()]
     conversation = torch.cat([conversation, torch.tensor([second])], 1)
     forward(source, conversation[:, source_cache.get_seq_length() :], source_cache, base=True)
-    again = handoff(mapper, target, conversation, source_cache, target_cache=moved.cache, target_ids=held)
+    again = handoff(
+        mapper, target, conversation, source_cache, recompute=0.1, guide=source, target_cache=moved.cache, target_ids=held
+    )
     print(f"moved:  {again.n_reused} tokens kept, {again.n_mapped} tokens mapped")
     length = conversation.shape[1]
     conversation = generate(target, conversation, again.cache, **options)

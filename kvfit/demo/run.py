@@ -52,11 +52,11 @@ def run_demo(out: str | Path, *, progress: bool = True) -> Demo:
         BundleError: `out` cannot be made.
     """
     out = Path(out)
-    if out.exists():
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):  # an interrupted run leaves an empty folder
         raise MismatchError(f"{out}: found something there already, needed a new folder: choose another --out or remove it")
     require_writable(out)
     print("1/4 capture: both models over the same text", file=sys.stderr)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     options = capture.Options(num_sequences=600, seq_len=512, token_stride=2)
     captured = capture.capture(SOURCE, TARGET, out / "pair.zarr", text=TextOptions(TEXT), options=options, progress=progress)
     print("2/4 solve: from statistics to a map", file=sys.stderr)

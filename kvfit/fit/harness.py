@@ -89,6 +89,8 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
         del batch_size, max_batch_size
         if arm not in ARMS:
             raise MismatchError(f"arm: found {arm!r}, needed one of {', '.join(ARMS)}")
+        # The harness asks for the first GPU where its user asks for nothing.
+        device = None if device is not None and device.startswith("cuda") and not torch.cuda.is_available() else device
         loading = tuple(models.Options(dtype=dtype, device=place) for place in (source_device or device, device))
         self.pair, self.tokenizer = arms.load_pair(
             Bundle.open(bundle),

@@ -110,9 +110,11 @@ def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | No
     if demo is not None:
         if ref not in MODELS:
             raise RefError(f"{ref}: found a text, needed a model: {' or '.join(MODELS)}")
+        if revision:
+            raise RefError(f"{ref}: found revision {revision} beside a built-in model, needed none")
         return str(demo), ref, None
     folder = Path(ref)
-    if folder.is_dir():
+    if ref and folder.is_dir():
         if revision:
             raise RefError(f"{ref}: found revision {revision} beside a folder, needed none: a folder has no revisions")
         return str(folder), folder.resolve().name, None

@@ -118,14 +118,20 @@ def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, 
         found.missing.append(f"only {documents} documents, needed {thresholds.documents:g}: give more text or --documents")
     able = {kind: entry for kind, entry in (recall or {}).items() if entry["able"]}
     if not recall:
-        found.missing.append("recall was not measured: no probes were asked, or the text has no two documents to hide them in")
+        found.missing.append(
+            "recall was not measured: no probes were asked, or no two documents of the text are without questions of their own "
+            "to hide them in"
+        )
     elif not able:
         why = "; ".join(f"{kind}: {entry['reason']}" for kind, entry in recall.items())
         found.unknown.append(f"recall is unknown: the models cannot do the probes ({why})")
     for kind, entry in able.items():
         native, moved = (entry["arms"][arm]["recall"] for arm in ("native", "handoff"))
         if not moved >= thresholds.recall * native:
-            found.failed.append(f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}")
+            found.failed.append(
+                f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}: hand over with "
+                "guided recompute, and evaluate so (--recompute 0.1)"
+            )
         guessed = entry["arms"]["shuffled"]["recall"]
         if guessed > thresholds.recall_shuffled:
             found.unknown.append(
