@@ -250,12 +250,17 @@ def test_a_bundle_without_a_record_gets_no_claim(bundle: Path, tiny_pair: tuple[
         assert "Neither fit nor selection" not in text
 
 
-def test_more_tokens_than_positions_are_refused(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "needed"), [({"greedy": 0}, 60), ({"greedy": 30}, 70), ({"probes": 1}, 104)])
+def test_more_tokens_than_positions_are_refused(
+    bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, int], needed: int
+) -> None:
+    """Scored tokens, the greedy continuation and the probes' questions all come after the prefix."""
     folder = Path(shutil.copytree(tiny_pair[0], tmp_path / "short"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 59}))
-    with pytest.raises(MismatchError, match=r"--prefix and --continuation: found 60 tokens, needed at most the 59 positions"):
-        evaluate(bundle, source=str(folder), target=str(tiny_pair[1]), options=SMALL, loading=FLOAT32, progress=False)
+    options = replace(SMALL, **{"probes": 0, **changes})  # type: ignore[arg-type]
+    with pytest.raises(MismatchError, match=rf"found {needed} tokens, needed at most the 59 positions"):
+        evaluate(bundle, source=str(folder), target=str(tiny_pair[1]), options=options, loading=FLOAT32, progress=False)
 
 
 def test_other_models_are_refused(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
