@@ -38,7 +38,8 @@ def run(path: Path, given: list) -> None:
         for number in range(accumulator.cursor or 0, len(given)):
             split, source, target = given[number]
             accumulator.add(split, source, target, number + 1)
-        accumulator.finish(len(given))
+        if not accumulator.finished:  # as `capture` does: the one before may have been killed after its last commit
+            accumulator.finish(len(given))
 
 
 def die_at(call: int) -> None:

@@ -67,8 +67,10 @@ def test_the_table_can_be_read(demo: dict[str, Any]) -> None:
 
 
 def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
     with pytest.raises(MismatchError, match="found something there already"):
         run_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_the_models_are_small_bf16_and_load_plainly() -> None:
