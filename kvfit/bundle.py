@@ -22,6 +22,7 @@ from kvfit import document, manifest, shards
 from kvfit.errors import BundleError
 from kvfit.folders import require_free, sync_folder, whole_folder, write_file
 from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec
+from kvfit.strict_json import at
 
 MAX_JSON = 64 << 20
 
@@ -121,8 +122,7 @@ class Bundle:
     @property
     def judged_recompute(self) -> float:
         """Share of the prefix that the target recomputed in the arm that the verdict is about; 0 without such a verdict."""
-        options = {} if self.verdict == "unknown" or self.evaluation is None else self.evaluation.get("options")
-        share = options.get("recompute") if isinstance(options, dict) else None
+        share = None if self.verdict == "unknown" else at(self.evaluation, "options", "recompute")
         return float(share) if isinstance(share, int | float) and 0 <= share <= 1 else 0.0
 
     def layer(

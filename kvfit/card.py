@@ -14,6 +14,7 @@ from kvfit.bundle import Bundle, add_files
 from kvfit.errors import BundleError
 from kvfit.refs import is_repository
 from kvfit.spec import KINDS, Kind, ModelSpec
+from kvfit.strict_json import at
 
 # A card that ends so was made by kvfit and is made anew when a bundle is pushed; one without the line is its author's.
 MARK = "<!-- made by kvfit from the files of this folder; remove this line to keep your own text -->"
@@ -75,7 +76,7 @@ def metadata(bundle: Bundle, license: str | None = None) -> dict[str, Any]:
     base = [model.ref for model in (spec.source, spec.target) if is_repository(model.ref)]
     if base:
         found["base_model"] = base
-    named = [_at(text, "dataset") for text in _parts(_at(bundle.recipe, "text"))]
+    named = [at(text, "dataset") for text in _parts(at(bundle.recipe, "text"))]
     datasets = [name for name in dict.fromkeys(map(str, named)) if is_repository(name)]
     if datasets:
         found["datasets"] = datasets
@@ -153,7 +154,7 @@ def _usage(bundle: Bundle, ref: str | None) -> str:
 def _judged(bundle: Bundle) -> str:
     """The arguments of `handoff` that the evaluation judged: with others the verdict says little."""
     evaluation = bundle.evaluation
-    options = None if evaluation is None else _at(evaluation, "options")
+    options = None if evaluation is None else at(evaluation, "options")
     found = dict(options) if isinstance(options, dict) else {}
     numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
     arguments = [f"exact_head={numbers.get('exact_head', 1)}"]
@@ -191,17 +192,17 @@ def _recipe(bundle: Bundle) -> str:
     spec, recipe, solve = bundle.spec, bundle.recipe, bundle.solve
     rows: list[tuple[str, Any]] = [
         *(
-            (label, _joined(_at(text, name) for text in _parts(_at(recipe, "text"))))
+            (label, _joined(at(text, name) for text in _parts(at(recipe, "text"))))
             for label, name in (("text", "dataset"), ("its configuration", "config"), ("its revision", "revision"))
         ),
         *(
-            (name.replace("_", " "), _joined(_parts(_at(recipe, "options", name))))
+            (name.replace("_", " "), _joined(_parts(at(recipe, "options", name))))
             for name in ("num_sequences", "seq_len", "token_stride", "skip_tokens", "seed")
         ),
-        ("tokens to fit", _at(solve, "tokens", "fit")),
-        ("tokens held out", _at(solve, "tokens", "holdout")),
-        ("source layers per target layer", _at(solve, "options", "top_k")),
-        ("penalty", _at(solve, "options", "penalty")),
+        ("tokens to fit", at(solve, "tokens", "fit")),
+        ("tokens held out", at(solve, "tokens", "holdout")),
+        ("source layers per target layer", at(solve, "options", "top_k")),
+        ("penalty", at(solve, "options", "penalty")),
         ("support", spec.support),
         ("inputs", spec.inputs),
         ("gain", spec.gain),
@@ -221,7 +222,7 @@ def _fit(bundle: Bundle) -> str:
     rows = []
     for kind in KINDS:
         layers = [layer for layer in bundle.spec.layers if layer.kind == kind]
-        single = _at(bundle.solve, "r2", kind, "single", "holdout")
+        single = at(bundle.solve, "r2", kind, "single", "holdout")
         fit, holdout = (sum(getattr(layer, name) for layer in layers) / len(layers) for name in ("r2_fit", "r2_holdout"))
         worst = min(layers, key=lambda layer: layer.r2_holdout)
         rows.append((kind, single, holdout, fit, f"{worst.r2_holdout:.3f} (layer {worst.layer_index})"))
@@ -237,7 +238,7 @@ def _fit(bundle: Bundle) -> str:
 
 def _r2_map(bundle: Bundle, kind: Kind) -> str:
     """R2 of every single source layer for every target layer, one character each; nothing where it was not recorded."""
-    values = _at(bundle.solve, "probe", kind, "holdout")
+    values = at(bundle.solve, "probe", kind, "holdout")
     n_source, n_target = bundle.spec.source.n_layers, bundle.spec.target.n_layers
     if not (isinstance(values, list) and len(values) == n_target):
         return ""
@@ -257,7 +258,7 @@ def _quality(bundle: Bundle) -> str:
     evaluation = bundle.evaluation
     if evaluation is None or evaluation["weights_digest"] != bundle.weights_digest:
         return "## Quality\n\nNot evaluated yet: run `kvfit evaluate` on this folder before you rely on it."
-    arms = _at(evaluation, "arms")
+    arms = at(evaluation, "arms")
     arms = {name: row for name, row in arms.items() if isinstance(row, dict)} if isinstance(arms, dict) else {}
     order = [name for name in _ARMS if name in arms] + sorted(set(arms) - set(_ARMS))
     metrics = [name for name in _METRICS if any(row.get(name) is not None for row in arms.values())]
@@ -271,11 +272,11 @@ def _quality(bundle: Bundle) -> str:
         "\n\nShare of gap: `(source - arm) / (source - native)` of NLL, in nats per token,"
         " with its paired bootstrap 95 % interval."
     )
-    tokens, where = _at(evaluation, "tokens"), _at(evaluation, "text")
+    tokens, where = at(evaluation, "tokens"), at(evaluation, "text")
     if isinstance(tokens, dict):
         counts = ", ".join(f"{tokens[name]} {name}" for name in sorted(tokens))
         text += f"\n\nText: {_cell(where)} ({counts}). {_overlap(evaluation)}"
-    transfer, prefill = _at(evaluation, "milliseconds", "transfer"), _at(evaluation, "milliseconds", "prefill")
+    transfer, prefill = at(evaluation, "milliseconds", "transfer"), at(evaluation, "milliseconds", "prefill")
     if isinstance(transfer, int | float) and isinstance(prefill, int | float) and transfer > 0:
         times = prefill / transfer
         text += f"\n\nLatency, median: transfer {transfer:.1f} ms, prefill {prefill:.1f} ms ({times:.1f} times as long)."
@@ -284,9 +285,9 @@ def _quality(bundle: Bundle) -> str:
 
 def _overlap(evaluation: dict[str, Any]) -> str:
     """Whether the mapper was fitted on what it was measured on: claimed only where it was looked up."""
-    if _at(evaluation, "overlap", "checked") is not True:
+    if at(evaluation, "overlap", "checked") is not True:
         return "Whether the mapper was fitted on some of it is not known: there is no record of the documents."
-    left_out = _at(evaluation, "overlap", "left_out")
+    left_out = at(evaluation, "overlap", "left_out")
     more = f"; {left_out} documents that they did see were left out" if type(left_out) is int and left_out else ""
     return f"Neither fit nor selection saw any of these documents{more}."
 
@@ -355,7 +356,7 @@ def _name(model: ModelSpec) -> str:
 
 def _parts(value: Any) -> list[Any]:
     """A value of a recipe, or those of the captures that were merged."""
-    merged = _at(value, "merged")
+    merged = at(value, "merged")
     return merged if isinstance(merged, list) else [value]
 
 
@@ -363,10 +364,3 @@ def _joined(values: Iterable[Any]) -> Any:
     """One value as it is, several with commas between, None for none."""
     known = [value for value in values if value is not None]
     return ", ".join(map(str, known)) if len(known) > 1 else known[0] if known else None
-
-
-def _at(value: Any, *keys: str) -> Any:
-    """A value inside nested records, None where one of the keys is absent: records are not part of the format."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 64
@@ -93,3 +93,10 @@ def _check_keys(value: Any) -> None:
                 if not isinstance(key, str):
                     raise ValueError(f"the key {key!r}, which is no string")
         pending.extend(_children(item))
+
+
+def at(value: Any, *keys: str) -> Any:
+    """A value inside nested records that no schema holds, such as a recipe; None where one of the keys is absent."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

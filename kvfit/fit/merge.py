@@ -19,6 +19,7 @@ from kvfit.fit.record import PART_FIELD, Array, Batches, Record, Tokens, first_d
 from kvfit.fit.store import Store
 from kvfit.fit.writer import StoreWriter, building, publish, sync_tree
 from kvfit.spec import to_json
+from kvfit.strict_json import at
 
 # Fields of the recipe that say which text was read and in which portions; the numbers of different text add up all the same.
 OF_TEXT = ("text", "options.num_sequences", "options.seed", "batch_size")
@@ -214,14 +215,6 @@ def _comparable(record: Record, may_differ: Sequence[str]) -> dict[str, Any]:
     return {**models, "inputs": record.inputs, "stats_dtype": record.stats_dtype, "recipe": recipe}
 
 
-def _at(recipe: Mapping[str, Any], field: str) -> Any:
-    """A field of a recipe, ``name`` or ``name.name``; None where there is none."""
-    value: Any = recipe
-    for name in field.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
 def _with(recipe: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:
     """A recipe with another value in a field; unchanged where it has no such field."""
     name, _, rest = field.partition(".")
@@ -246,15 +239,17 @@ def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
     # Captures of one text and options, by how often the same part of them is there.
     captures: dict[str, list[Record]] = {}
     for record in records:
-        captures.setdefault(json.dumps([_at(record.recipe, field) for field in OF_TEXT], sort_keys=True), []).append(record)
+        captures.setdefault(json.dumps([at(record.recipe, *field.split(".")) for field in OF_TEXT], sort_keys=True), []).append(
+            record
+        )
     counts = []
     for same in captures.values():
         parts = [json.dumps(part, sort_keys=True) for record in same for part in _part_list(record)]
-        counts += [_at(same[0].recipe, "options.num_sequences")] * max((parts.count(part) for part in parts), default=1)
+        counts += [at(same[0].recipe, "options", "num_sequences")] * max((parts.count(part) for part in parts), default=1)
     if len(counts) > 1 and all(type(count) is int for count in counts):
         recipe = _with(recipe, "options.num_sequences", sum(counts))
     for field in OF_TEXT:
-        values = [value for same in captures.values() for value in _unmerged(_at(same[0].recipe, field))]
+        values = [value for same in captures.values() for value in _unmerged(at(same[0].recipe, *field.split(".")))]
         different = {json.dumps(value, sort_keys=True): value for value in values}
         if field != "options.num_sequences" and len(different) > 1:
             recipe = _with(recipe, field, {"merged": [different[key] for key in sorted(different)]})

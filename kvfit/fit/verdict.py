@@ -16,6 +16,7 @@ import torch
 from kvfit.errors import OptionError
 from kvfit.fit.diagnose import Diagnosis
 from kvfit.spec import KINDS
+from kvfit.strict_json import at
 
 Verdict = Literal["pass", "fail", "unknown"]
 Table = Mapping[str, Mapping[str, Any]]
@@ -178,7 +179,7 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
         thresholds: see there.
     """
     failed = []
-    fitted = _at(solve, "tokens", "fit")
+    fitted = at(solve, "tokens", "fit")
     if isinstance(fitted, int) and fitted < thresholds.tokens_per_input * inputs:
         failed.append(
             f"fitted on {fitted} tokens for {inputs} inputs, needed {thresholds.tokens_per_input:g} per input: capture more "
@@ -215,13 +216,6 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
     return failed
 
 
-def _at(value: Any, *keys: str) -> Any:
-    """A value inside nested records, None where one of the keys is absent: records are not part of the bundle's format."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 def _misplaced(order: torch.Tensor, thresholds: Thresholds) -> list[tuple[int, int]]:
     """(layer, the layer that its map's output resembles most) where that is clearly another."""
     best = order.max(1)
@@ -232,7 +226,7 @@ def _misplaced(order: torch.Tensor, thresholds: Thresholds) -> list[tuple[int, i
 def _dropped(found: Diagnosis, solve: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
     failed = []
     for kind in KINDS:
-        solved = _at(solve, "r2", kind, "chosen", "holdout")
+        solved = at(solve, "r2", kind, "chosen", "holdout")
         if isinstance(solved, float) and not solved - found.explained[kind] <= thresholds.explained_drop:
             failed.append(
                 f"{kind}: explained variance {found.explained[kind]:.2f}, {solved:.2f} when it was solved, needed a drop of at "
