@@ -1,6 +1,6 @@
 """``python -m kvfit``; also what torchrun starts."""
 
-from kvfit.cli import main
+from kvfit.cli.main import main
 
 if __name__ == "__main__":
     main()

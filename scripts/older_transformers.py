@@ -39,7 +39,7 @@ OPTIONS = (
     "--durations=5",
     "--no-loadscope-reorder",
     # Half a minute about processes of torch, not about transformers.
-    "--deselect=tests/test_capture.py::test_two_processes_of_torchrun_end_in_one_store",
+    "--deselect=tests/fit/capture/test_capture.py::test_two_processes_of_torchrun_end_in_one_store",
 )
 
 
@@ -69,7 +69,8 @@ def environment(version: str, folder: Path) -> Path:
 
 def files(version: str) -> list[str]:
     """The test files to run; the demo only on the oldest version, because it takes as long as all the rest."""
-    return [f"tests/test_{name}.py" for name in TESTS if name != "demo" or version not in VERSIONS[1:]]
+    wanted = [name for name in TESTS if name != "demo" or version not in VERSIONS[1:]]
+    return [str(path.relative_to(ROOT)) for name in wanted for path in sorted((ROOT / "tests").rglob(f"test_{name}.py"))]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvfit.registry import MapperEntry, list_mappers
+from kvfit.hub.registry import MapperEntry, list_mappers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "catalogue.md"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from kvfit.cli import cli
+from kvfit.cli.main import cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
 

@@ -45,7 +45,7 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def load() -> Callable[[Path | str], Any]:
     """A model of a folder or ref, in float32, loaded once."""
-    from kvfit.fit import models
+    from kvfit.fit.capture import models
 
     kept: dict[str, Any] = {}
 
@@ -60,6 +60,6 @@ def load() -> Callable[[Path | str], Any]:
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The report of one `kvfit demo`, with the paths of its store and bundle; about a minute on two cores, run once."""
-    from kvfit.demo.run import run_demo
+    from kvfit.cli.demo import run_demo
 
     return run_demo(tmp_path_factory.mktemp("demo") / "out", progress=False).report

@@ -7,7 +7,7 @@ import torch
 from demo_pair import confidence, load, prompts
 
 from kvfit import handoff
-from kvfit.cache import forward, full_cache, generate
+from kvfit.model.cache import forward, full_cache, generate
 
 SURE = 0.25  # take this from your own traffic: the threshold decides which share is escalated
 N_TOKENS = 16

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from kvfit import load_mapper
-from kvfit.fit import models
-from kvfit.fit.text import TextOptions, documents
+from kvfit.fit.capture import models
+from kvfit.fit.capture.text import TextOptions, documents
 
 
 def load(arguments=None):
@@ -29,7 +29,8 @@ def prompts(tokenizer, lengths):
 
 def _quick_bundle():
     """A rough mapper in a minute: a real one is fitted on far more text."""
-    from kvfit.fit import capture, solve
+    from kvfit.fit.capture import capture
+    from kvfit.fit.solve import solve
 
     folder = Path(tempfile.mkdtemp(prefix="kvfit-example-"))
     options = capture.Options(num_sequences=80, seq_len=256, token_stride=1)

@@ -7,7 +7,7 @@ import torch
 from demo_pair import load, prompts
 
 from kvfit import handoff
-from kvfit.cache import forward, full_cache, generate
+from kvfit.model.cache import forward, full_cache, generate
 
 N_TOKENS = 16
 

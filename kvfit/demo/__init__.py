@@ -1,7 +1,8 @@
-"""The built-in pair and its text, so that everything runs without a network.
+"""The built-in pair and its text, as data, and the refs that name them. Knows nothing of the rest of kvfit.
 
 Two Qwen3 models of one family, trained by `scripts/train_demo_pair.py` on public-domain text, and two files of documents that
-neither model was trained on: `text.jsonl` to fit maps on, `heldout.jsonl` to test them.
+neither model was trained on: `text.jsonl` to fit maps on, `heldout.jsonl` to test them. The verb `kvfit demo` is in
+`kvfit.cli.demo`.
 """
 
 from pathlib import Path

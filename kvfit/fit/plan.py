@@ -13,15 +13,15 @@ from typing import Any, Literal
 import torch
 
 from kvfit.errors import KvfitError
-from kvfit.fit import models
-from kvfit.fit.accumulate import buffer_tokens, check_budget
-from kvfit.fit.capture import Options as CaptureOptions
-from kvfit.fit.capture import check_batch_size
-from kvfit.fit.geometry import Geometry, is_built_in, read_geometry
-from kvfit.fit.layout import Layout, StatsDtype
-from kvfit.fit.moments import precise_matmul
-from kvfit.fit.options import Options as SolveOptions
-from kvfit.fit.problem import Problem
+from kvfit.fit.capture import models
+from kvfit.fit.capture.capture import Options as CaptureOptions
+from kvfit.fit.capture.capture import check_batch_size
+from kvfit.fit.capture.geometry import Geometry, is_built_in, read_geometry
+from kvfit.fit.solve.options import Options as SolveOptions
+from kvfit.fit.solve.system import Problem
+from kvfit.fit.stats.accumulate import buffer_tokens, check_budget
+from kvfit.fit.stats.layout import Layout, StatsDtype
+from kvfit.fit.stats.moments import precise_matmul
 from kvfit.spec import Inputs, ModelSpec, RopeSpec, Support
 
 # Of a machine's bare matrix products; the benchmarks of capture and of solve measure both shares.
@@ -181,7 +181,7 @@ def plan(
     """Count what `capture` and `solve` with these options will take.
 
     Args:
-        source: ref of the source, or the name of a geometry in `kvfit.fit.geometry.GEOMETRIES`.
+        source: ref of the source, or the name of a geometry in `kvfit.fit.capture.geometry.GEOMETRIES`.
         target: likewise.
         num_sequences, seq_len, token_stride, skip_tokens, inputs, stats_dtype, memory_budget, batch_size: as for `capture`.
         top_k, support: as for `solve`; ``auto`` counts as ``all``.

@@ -25,13 +25,13 @@ from typing import NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from made_mappers import model_spec
 
-from kvfit.fit import moments
-from kvfit.fit.layout import Layout
-from kvfit.fit.store import Accumulator, Store
-from kvfit.fit.updater import units
+from kvfit.fit.stats import moments
+from kvfit.fit.stats.layout import Layout
+from kvfit.fit.stats.store import Accumulator, Store
+from kvfit.fit.stats.updater import units
 from kvfit.spec import KINDS
 
 GIB = 2**30

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from kvfit import cache as caches
-from kvfit.decoder import input_device
-from kvfit.fit import capture, models
-from kvfit.fit.text import TextOptions, sequences
+from kvfit.fit.capture import capture, models
+from kvfit.fit.capture.text import TextOptions, sequences
+from kvfit.model import cache as caches
+from kvfit.model.decoder import input_device
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/gain_table.py --out table
 
-Captures the pair once (or takes `--store`), solves each map and evaluates it on held-out text with `kvfit.fit.evaluate`.
+Captures the pair once (or takes `--store`), solves each map and evaluates it on held-out text.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvfit.fit import capture, evaluate
-from kvfit.fit.options import RECIPES, Gain, Options
-from kvfit.fit.solve import solve
-from kvfit.fit.text import TextOptions
+from kvfit.fit.capture import capture
+from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.evaluate import evaluate
+from kvfit.fit.solve.options import RECIPES, Gain, Options
+from kvfit.fit.solve.solve import solve
 from kvfit.spec import KINDS
 
 GAINS: tuple[Gain, ...] = ("none", "variance", "head")

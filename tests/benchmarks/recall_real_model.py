@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 import kvfit
-from kvfit.fit.arms import Pair, source_pairs
-from kvfit.fit.ask import ask
-from kvfit.fit.likelihood import likelihood
-from kvfit.fit.recall import PROBE_KINDS, Probe, probes
-from kvfit.fit.text import TextOptions, documents, sequences
-from kvfit.identity import describe_model
-from kvfit.mapper import Mapper
-from kvfit.rope import angles, unrotate
+from kvfit.fit.capture.text import TextOptions, documents, sequences
+from kvfit.fit.evaluate.arms import Pair, source_pairs
+from kvfit.fit.evaluate.ask import ask
+from kvfit.fit.evaluate.likelihood import likelihood
+from kvfit.fit.evaluate.recall import PROBE_KINDS, Probe, probes
+from kvfit.model.identity import describe_model
+from kvfit.model.rope import angles, unrotate
+from kvfit.runtime.mapper import Mapper
 from kvfit.spec import FORMAT_VERSION, KINDS, LayerMap, MapperSpec
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit import cache as caches
 from kvfit import handoff
-from kvfit.bundle import Bundle
-from kvfit.fit import arms, recall
-from kvfit.fit.text import TextOptions, documents
-from kvfit.recompute import WINDOW_TOKENS
+from kvfit.bundle.bundle import Bundle
+from kvfit.fit.capture.text import TextOptions, documents
+from kvfit.fit.evaluate import arms, recall
+from kvfit.model import cache as caches
+from kvfit.runtime.recompute import WINDOW_TOKENS
 
 
 def at_random(rng: random.Random, n_tokens: int, count: int) -> list[int]:

@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from made_mappers import model_spec
 
-from kvfit.fit.fitter import Fitter
-from kvfit.fit.options import Options
-from kvfit.fit.problem import Problem
-from kvfit.fit.solve import open_reader, probe_kinds, solve
-from kvfit.fit.store import Accumulator, Store
+from kvfit.fit.solve.fitter import Fitter
+from kvfit.fit.solve.options import Options
+from kvfit.fit.solve.solve import open_reader, probe_kinds, solve
+from kvfit.fit.solve.system import Problem
+from kvfit.fit.stats.store import Accumulator, Store
 from kvfit.spec import KINDS, ModelSpec
 
 GIB = 2**30

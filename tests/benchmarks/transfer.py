@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from made_mappers import mapper_spec, model_spec, random_mapper, random_pairs
 
-from kvfit import cache as caches
 from kvfit import handoff
-from kvfit.product import CHUNK_TOKENS
+from kvfit.model import cache as caches
+from kvfit.runtime.transfer import CHUNK_TOKENS
 from kvfit.spec import RopeSpec, RopeTable
 
 Times = dict[str, float]
@@ -102,7 +102,7 @@ def products(options: argparse.Namespace) -> None:
 def prefill(options: argparse.Namespace) -> None:
     """The table of transfers against the target's prefill."""
     from kvfit import load_mapper
-    from kvfit.fit import models
+    from kvfit.fit.capture import models
 
     device = torch.device(options.device)
     loading = models.Options(dtype=options.dtype, device=options.device)

@@ -1,0 +1,1 @@
+"""The command line: parse, call one verb, print one line. Errors become exit codes only in `kvfit.cli.console`."""

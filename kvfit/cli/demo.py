@@ -1,0 +1,197 @@
+"""The verb `demo`: the whole job on the built-in pair, through the same functions that a user would call."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvfit.bundle.files import require_writable
+from kvfit.errors import MismatchError
+from kvfit.fit.capture import capture, models
+from kvfit.fit.capture.text import TextOptions, documents
+from kvfit.fit.evaluate import arms, evaluate
+from kvfit.fit.solve import solve
+from kvfit.hub.load import load_mapper
+from kvfit.runtime.handoff import handoff
+from kvfit.spec import KINDS
+
+SOURCE, TARGET, TEXT, HELDOUT = "demo:source", "demo:target", "demo:text", "demo:heldout"
+SHOWN_TOKENS = 24
+# A tenth of the prefix is run by the target, where the source's retrieval heads look: what a map loses is exact content.
+RECOMPUTE = 0.1
+# The pair was trained on one kind of question only; the other kinds and the greedy continuations are `kvfit evaluate`'s.
+EVALUATION = evaluate.Options(documents=96, probe_kinds=("names",), recompute=RECOMPUTE, greedy=0, diagnose=4, repeats=15)
+CONTROLS = ("mean", "shuffled")
+SAID = {"native": "native", "handoff": "moved", "source": "source"}
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demo found, and where it put things."""
+
+    report: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return self.report
+
+    def __str__(self) -> str:
+        return _table(self.report)
+
+
+def run_demo(out: str | Path, *, progress: bool = True) -> Demo:
+    """Capture, solve, evaluate and hand over a held-out conversation.
+
+    Args:
+        out: folder for the store, the bundle and the picture; must not exist.
+        progress: show bars.
+
+    Raises:
+        MismatchError: `out` exists.
+        BundleError: `out` cannot be made.
+    """
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):  # an interrupted run leaves an empty folder
+        raise MismatchError(f"{out}: found something there already, needed a new folder: choose another --out or remove it")
+    require_writable(out)
+    print("1/4 capture: both models over the same text", file=sys.stderr)
+    out.mkdir(parents=True, exist_ok=True)
+    options = capture.Options(num_sequences=600, seq_len=512, token_stride=2)
+    captured = capture.capture(SOURCE, TARGET, out / "pair.zarr", text=TextOptions(TEXT), options=options, progress=progress)
+    print("2/4 solve: from statistics to a map", file=sys.stderr)
+    solved = solve.solve(captured.store, out / "bundle", plots=True, progress=progress)
+    print("3/4 evaluate: on text that neither saw", file=sys.stderr)
+    found = evaluate.evaluate(solved.bundle, text=TextOptions(HELDOUT), options=EVALUATION, progress=progress)
+    print("4/4 hand a held-out conversation over", file=sys.stderr)
+    picture = out / "r2-map.png"
+    picture.write_bytes((solved.bundle / "r2-map.png").read_bytes())
+    return Demo(_report(captured, solved, found, picture, _said(solved.bundle)))
+
+
+@torch.no_grad()
+def _said(bundle: Path) -> dict[str, str]:
+    """What source and target say next in one held-out conversation, and the target after a handoff."""
+    source, target = models.load(SOURCE), models.load(TARGET)
+    # The verdict was printed a moment ago; the demo shows what the mapper does whatever it was.
+    mapper = load_mapper(bundle, require="any").bind(source.model, target.model)
+    text = next(documents(TextOptions(HELDOUT)))
+    ids = target.tokenizer(text, return_tensors="pt")["input_ids"][:, :256].to(target.model.device)
+    pair = arms.Pair(source.model, target.model, mapper)
+    sources = arms.source_pairs(pair, ids[:, :-1])
+    moved = handoff(mapper, target.model, ids, sources, recompute=RECOMPUTE, guide=source.model)
+    caches = {
+        "source": (source.model, arms.prefix_cache(pair, "source", ids[:, :-1], None)),
+        "native": (target.model, arms.prefix_cache(pair, "native", ids[:, :-1], None)),
+        "handoff": (target.model, moved.cache),
+    }
+    said = {name: arms.answer(model, cache, moved.remaining_ids, SHOWN_TOKENS) for name, (model, cache) in caches.items()}
+    return {"prefix": target.tokenizer.decode(ids[0, -24:])} | {
+        name: target.tokenizer.decode(tokens) for name, tokens in said.items()
+    }
+
+
+def _report(
+    captured: capture.Captured, solved: solve.Solved, found: evaluate.Evaluated, picture: Path, said: dict[str, str]
+) -> dict[str, Any]:
+    table = found.report["arms"]
+    shown = ("native", "transfer", "handoff", "source", "no_context", *CONTROLS)
+    return {
+        "nll": {arm: table[arm]["nll"] for arm in shown},
+        "kl": table["transfer"]["kl"],
+        "share_of_gap": table["transfer"]["share_of_gap"],
+        "shares_of_gap": {arm: table[arm]["share_of_gap"] for arm in shown},
+        "interval": table["transfer"]["interval"],
+        "recall": {arm: table[arm]["recall"] for arm in ("native", "transfer", "handoff", "source", "shuffled")},
+        "r2": {kind: {name: solved.report["r2"][kind][name] for name in ("single", "chosen")} for kind in KINDS},
+        "milliseconds": found.report["milliseconds"],
+        "bytes": {"store": _size(captured.store), "bundle": _size(solved.bundle)},
+        "tokens": {"calibration": solved.report["tokens"], **found.report["tokens"]},
+        "verdict": found.verdict,
+        "reasons": found.report["reasons"],
+        "said": said,
+        "store": str(captured.store),
+        "bundle": str(solved.bundle),
+        "picture": str(picture),
+    }
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _table(report: dict[str, Any]) -> str:
+    """The report as a person reads it."""
+    nll, recall, r2 = report["nll"], report["recall"], report["r2"]
+    tokens, milliseconds = report["tokens"], report["milliseconds"]
+    width = 46
+
+    def row(name: str, *cells: str) -> str:
+        return f"  {name:<{width}}" + "".join(f"{cell:>12}" for cell in cells)
+
+    def share(arm: str) -> str:
+        return f"{report['shares_of_gap'][arm]:.0%}"
+
+    def exact(arm: str) -> str:
+        value = recall.get(arm)
+        return "" if value is None else f"{value:.0%}"
+
+    # A bundle that failed is only loaded by who asks for it.
+    gate = "" if report["verdict"] != "fail" else ', require="any"'
+    able = (recall["native"] or 0) >= 0.5
+    names = {
+        "native": "target, its own cache (native prefill)",
+        "transfer": "target, mapped cache (transfer)",
+        "handoff": f"target, mapped, {RECOMPUTE:.0%} recomputed (handoff)",
+        "source": "source alone",
+        "no_context": "target without the context",
+        "mean": "control: mean keys and values",
+        "shuffled": "control: another document's mapped cache",
+    }
+    lines = [
+        "",
+        f"{SOURCE} -> {TARGET}, {tokens['calibration']['fit']} tokens fitted, {tokens['calibration']['holdout']} held out; "
+        f"{tokens['documents']} unseen documents, {tokens['prefix']} tokens of context, {tokens['continuation']} scored",
+        "",
+        row("R2 (before the gain)", "keys fit", "holdout", "values fit", "holdout"),
+    ]
+    for name, label in (("single", "best single source layer"), ("chosen", "chosen source layers")):
+        lines.append(row(label, *(f"{r2[kind][name][split]:.3f}" for kind in KINDS for split in ("fit", "holdout"))))
+    lines += ["", row("cache given to the target", "nats/token", "gap", "recall")]
+    lines += [row(label, f"{nll[arm]:.3f}", share(arm), exact(arm) if able else "") for arm, label in names.items()]
+    if not able:
+        lines.append("  recall: not shown by this pair (the models cannot answer such questions themselves)")
+    lines += [
+        "",
+        row(
+            "milliseconds, one sequence",
+            f"{milliseconds['transfer']:.1f} transfer",
+            f"{milliseconds['prefill']:.1f} prefill".rjust(16),
+        ),
+        row(
+            "megabytes",
+            f"{report['bytes']['store'] / 1e6:.1f} store",
+            f"{report['bytes']['bundle'] / 1e6:.1f} bundle".rjust(16),
+        ),
+        row("verdict", report["verdict"]),
+        *(f"    {reason}" for reason in report["reasons"]),
+        "",
+        f"  ...{_one_line(report['said']['prefix'])}",
+        *(f"  {label:<8} | {_one_line(report['said'][arm])}" for arm, label in SAID.items()),
+        "",
+        f"  store    {report['store']}",
+        f"  bundle   {report['bundle']}",
+        f"  R2 map   {report['picture']}",
+        "",
+        "  from kvfit import handoff, load_mapper",
+        f"  mapper = load_mapper({report['bundle']!r}{gate})",
+        f"  moved = handoff(mapper, target_model, input_ids, source_cache, recompute={RECOMPUTE}, guide=source_model)",
+        "  target_model.generate(input_ids, cache=moved.cache)",
+    ]
+    return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    return " / ".join(part for part in text.split("\n") if part.strip())

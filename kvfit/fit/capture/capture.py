@@ -1,0 +1,343 @@
+"""The verb `capture`: both models over the same tokens, their second moments into a store.
+
+The models run once per pair; everything after that is linear algebra on the store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvfit.bundle.files import require_writable
+from kvfit.errors import BundleError, OptionError, StoreError, TextError
+from kvfit.fit.capture import models
+from kvfit.fit.capture.activations import Activations, check_positions
+from kvfit.fit.capture.ranks import Ranks, meeting
+from kvfit.fit.capture.recipe import make_recipe
+from kvfit.fit.capture.selfcheck import self_check
+from kvfit.fit.capture.text import Cursor, Sequence, TextOptions, sequences
+from kvfit.fit.stats.accumulate import Accumulator, check_budget
+from kvfit.fit.stats.digests import Documents
+from kvfit.fit.stats.layout import SPLITS, Layout, Part, StatsDtype
+from kvfit.fit.stats.merge import merge
+from kvfit.fit.stats.record import PART_FIELD, first_difference, read_record
+from kvfit.fit.stats.store import Store
+from kvfit.model.identity import describe_model
+from kvfit.spec import Inputs, Kind
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is captured; all of it is part of the store's recipe.
+
+    Attributes:
+        num_sequences: sequences to run, both splits together.
+        seq_len: tokens of a sequence.
+        token_stride: every how many tokens one is kept for the statistics.
+        skip_tokens: first tokens of each sequence to leave out.
+        holdout: share of the sequences that goes to the holdout split.
+        seed: shifts which sequences these are.
+        pack: join documents and cut them, instead of one sequence per document.
+        inputs: ``both`` also keeps keys by values, so that each kind can be predicted from both.
+        stats_dtype: of the stored sums.
+    """
+
+    num_sequences: int = 500
+    seq_len: int = 1024
+    token_stride: int = 4
+    skip_tokens: int = 0
+    holdout: float = 0.1
+    seed: int = 0
+    pack: bool = False
+    inputs: Inputs = "same"
+    stats_dtype: StatsDtype = "float32"
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_sequences", 2), ("seq_len", 2), ("token_stride", 1), ("skip_tokens", 0)):
+            if getattr(self, name) < least:
+                raise OptionError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
+        if self.skip_tokens >= self.seq_len:
+            raise OptionError(f"--skip-tokens: found {self.skip_tokens}, needed less than --seq-len {self.seq_len}")
+        if not 0 <= self.holdout < 1:
+            raise OptionError(f"--holdout: found {self.holdout}, needed 0 or more and less than 1")
+
+    @property
+    def kept(self) -> range:
+        """Positions of a sequence whose tokens are kept."""
+        return range(self.skip_tokens, self.seq_len, self.token_stride)
+
+    def split(self, index: int) -> Part:
+        """The split of sequence `index`: evenly spread, so that any run of sequences holds its share."""
+        phase = random.Random(self.seed).random()
+        return "holdout" if math.floor((index + 1) * self.holdout + phase) > math.floor(index * self.holdout + phase) else "fit"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What `capture` made.
+
+    Attributes:
+        store: its folder.
+        sequences: that were run.
+        short: documents skipped because they were shorter than a sequence.
+        repeated: documents skipped because they came before.
+        tokens: that were kept.
+    """
+
+    store: Path
+    sequences: int
+    short: int
+    repeated: int
+    tokens: int
+
+    def __str__(self) -> str:
+        skipped = f"{self.short} short and {self.repeated} repeated documents skipped"
+        return f"{self.store}: {self.tokens} tokens of {self.sequences} sequences ({skipped})"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "store": str(self.store)}
+
+
+def capture(
+    source: str,
+    target: str,
+    out: str | Path,
+    *,
+    text: TextOptions | None = None,
+    options: Options | None = None,
+    loading: tuple[models.Options, models.Options] | None = None,
+    revisions: tuple[str | None, str | None] = (None, None),
+    batch_size: int = 8,
+    memory_budget: int = 2 << 30,
+    resume: bool = False,
+    progress: bool = True,
+) -> Captured:
+    """Run both models over calibration text and accumulate their statistics.
+
+    Started by torchrun, each process takes its own batches into a part of its own beside `out`, and the first merges them.
+    When it fails before anything was committed, nothing is left of it; after that, what was committed stays for `resume`.
+
+    Args:
+        source: ref of the source model.
+        target: ref of the target model.
+        out: the store; must not exist unless `resume`.
+        text: where the text comes from.
+        options: what is captured.
+        loading: how source and target are loaded.
+        revisions: of source and target.
+        batch_size: sequences per forward pass; does not change the statistics beyond rounding.
+        memory_budget: bytes for the token buffer and blocks, beyond the models.
+        resume: go on with a store that was interrupted; begin where there is none.
+        progress: show bars.
+
+    Raises:
+        MismatchError: the tokenizers differ, or an option is not for this pair or this text.
+        OptionError: an option that cannot be.
+        UnsupportedModelError: a model that cannot be proved right; names family, layer and reason.
+        TextError: the text is unreadable or too short.
+        StoreError: the store exists, is locked, or has another recipe.
+    """
+    options, text = options or Options(), text or TextOptions()
+    loading = loading or (models.Options(), models.Options())
+    check_batch_size(batch_size)
+    out, ranks = Path(out), Ranks.from_environment()
+    part = ranks.part(out)
+    _check_place(out, part, resume, ranks)
+    # Cheap checks before weights are loaded: tokenizers, then whether there is enough text for one batch.
+    tokenizers = [
+        models.load_tokenizer(ref, revision, trust_remote_code=how.trust_remote_code)
+        for ref, revision, how in zip((source, target), revisions, loading, strict=True)
+    ]
+    models.check_tokenizers(*tokenizers)
+    for ref, revision, how in zip((source, target), revisions, loading, strict=True):
+        config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
+        check_positions(config, ref, options.seq_len, "--seq-len")
+    first = _first_batch(text, options, tokenizers[0], batch_size)
+    placed = [how if how.device or how.device_map else replace(how, device=ranks.device()) for how in loading]
+    pair = [
+        models.load(ref, revision, how, tokenizer=tokenizer)
+        for ref, revision, how, tokenizer in zip((source, target), revisions, placed, tokenizers, strict=True)
+    ]
+    specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
+    for loaded, spec in zip(pair, specs, strict=True):
+        self_check(loaded.model, spec, first)
+    check_budget(Layout(specs[0], specs[1], options.inputs, options.stats_dtype), memory_budget)
+    recipe = make_recipe(specs, text, asdict(options), loading, batch_size, ranks)
+    if ranks.size > 1 and out.exists():
+        return _merged_before(out, recipe, options, ranks)
+    runners = [Activations(loaded.model, spec, options.kept) for loaded, spec in zip(pair, specs, strict=True)]
+    if resume and part.exists():
+        accumulator = Accumulator.resume(part, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
+    else:
+        accumulator = Accumulator.create(
+            part,
+            source=specs[0],
+            target=specs[1],
+            recipe=recipe,
+            inputs=options.inputs,
+            stats_dtype=options.stats_dtype,
+            memory_budget=memory_budget,
+            device=runners[0].device,
+        )
+    try:
+        with accumulator:
+            cursor, documents = _run(accumulator, runners, text, options, tokenizers[0], batch_size, ranks, progress)
+            if not accumulator.finished:
+                accumulator.finish({**cursor.to_json(), **documents})
+    except BaseException:
+        if _is_empty(part):  # nothing was committed: what is there would only be in the way
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    with meeting(ranks):
+        if ranks.size > 1 and ranks.rank == 0:
+            merge(ranks.parts(out), out)
+            for path in ranks.parts(out):
+                shutil.rmtree(path)
+    return Captured(out, cursor.sequences, cursor.short, cursor.repeated, cursor.sequences * len(options.kept))
+
+
+def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: Ranks) -> Captured:
+    """Several processes resume what they had finished and merged: nothing is left to do but to tidy up."""
+    store = Store.open(out)
+    given = json.loads(json.dumps(recipe))
+    difference = first_difference(store.recipe | {PART_FIELD: None}, given | {PART_FIELD: None}, "recipe")
+    if difference is not None:
+        field, old, new = difference
+        raise StoreError(f"{out} was made with {field} = {old!r}, this run has {new!r}; use the same value or another --out")
+    if ranks.rank == 0:
+        for path in ranks.parts(out):
+            shutil.rmtree(path, ignore_errors=True)
+    cursor = store.record.cursor or {}
+    short, repeated = (cursor.get(name, 0) for name in ("short", "repeated"))
+    return Captured(out, store.count("all") // len(options.kept), short, repeated, store.count("all"))
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Refuse a batch of nothing.
+
+    Raises:
+        OptionError: less than 1.
+    """
+    if batch_size < 1:
+        raise OptionError(f"--batch-size: found {batch_size}, needed at least 1")
+
+
+def _is_empty(part: Path) -> bool:
+    """Whether the record on the disk says that nothing was committed; what the accumulator knows may be a moment behind it."""
+    try:
+        return read_record(part).cursor is None
+    except StoreError:
+        return False
+
+
+def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
+    """Refuse before anything runs what exists already, unless it is to be resumed, and what cannot be written."""
+    existing = [path for path in (out, part) if path.exists()]
+    if existing and not resume:
+        raise StoreError(
+            f"{existing[0]}: found something there already, needed a new path: choose another --out, or go on with it: --resume"
+        )
+    first = Ranks(0, 2).part(out)
+    if resume and ranks.size == 1 and not existing and first.exists():
+        raise StoreError(
+            f"{first}: found the part of one process of several, needed as many processes as before: start it with torchrun"
+        )
+    if not existing:
+        try:
+            require_writable(out)
+        except BundleError as error:
+            raise StoreError(str(error)) from None
+
+
+def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size: int) -> Tensor:
+    """(B, T) ids for the self-check; refuses text that has not one sequence."""
+    first = list(islice(sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack), min(batch_size, 2)))
+    if not first:
+        raise TextError(
+            f"{text.dataset}: found no document of {options.seq_len} tokens, needed some: lower --seq-len, or join documents "
+            f"with --pack"
+        )
+    return torch.tensor([sequence.ids for sequence in first])
+
+
+def _run(
+    accumulator: Accumulator,
+    runners: list[Activations],
+    text: TextOptions,
+    options: Options,
+    tokenizer: Any,
+    batch_size: int,
+    ranks: Ranks,
+    progress: bool,
+) -> tuple[Cursor, dict[str, Any]]:
+    """Where reading ended, and the documents for the store's cursor."""
+    # A batch of both splits is two additions, and the store may commit between them. What is committed then is the cursor
+    # before the batch and the splits of it that are in: the batch is run again and those are left out, so that batches stay
+    # aligned and a resumed run gives the same bits.
+    stored = dict(accumulator.cursor or {**Cursor().to_json(), **Documents().to_json()})
+    added = stored.pop("added", [])
+    if "captured" not in stored:
+        raise StoreError(f"{accumulator.path}: found no record of its documents, needed one: capture into another --out")
+    documents = Documents(stored.pop("captured"), stored.pop("passed"))
+    cursor = Cursor(**stored)
+    stream = sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack, cursor=cursor, seen=documents.all())
+    with tqdm(
+        total=options.num_sequences, initial=cursor.sequences, desc="capture", unit="seq", disable=None if progress else True
+    ) as bar:
+        for batch in _batches(stream, options.num_sequences - cursor.sequences, batch_size):
+            own = ranks.owns(cursor.sequences // batch_size)
+            before = documents.to_json()
+            documents.add((name for sequence in batch for name in sequence.documents), own=own)
+            if not own:
+                cursor = batch[-1].cursor
+                bar.update(len(batch))
+                continue
+            ids = torch.tensor([sequence.ids for sequence in batch])
+            source, target = (runner(ids) for runner in runners)
+            splits = [options.split(cursor.sequences + row) for row in range(len(batch))]
+            following = batch[-1].cursor
+            waiting = [split for split in SPLITS if split in splits and split not in added]
+            while waiting:
+                split = waiting.pop(0)
+                added = [*added, split]
+                rows = [row for row, of in enumerate(splits) if of == split]
+                state = (
+                    {**cursor.to_json(), **before, "added": added}
+                    if waiting
+                    else {**following.to_json(), **documents.to_json()}
+                )
+                accumulator.add(split, _pooled(source, rows), _pooled(target, rows), state)
+            added, cursor = [], following
+            bar.update(len(batch))
+    if cursor.sequences < options.num_sequences:
+        found = (
+            f"{text.dataset}: found {cursor.sequences} sequences of {options.seq_len} tokens ({cursor.short} documents were "
+            f"shorter, {cursor.repeated} repeated), needed {options.num_sequences}: "
+        )
+        fewer = "lower --num-sequences or --seq-len, or pass --pack"
+        if accumulator.cursor is None:
+            raise TextError(f"{found}{fewer}, or give more text")
+        raise TextError(f"{found}add text to it and pass --resume; or {fewer}, with another --out")
+    return cursor, documents.to_json()
+
+
+def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterator[list[Sequence]]:
+    remaining = islice(stream, count)
+    while batch := list(islice(remaining, batch_size)):
+        yield batch
+
+
+def _pooled(features: Mapping[Kind, list[Tensor]], rows: list[int]) -> dict[Kind, list[Tensor]]:
+    """(B, N, F) per layer to (B' * N, F) of the chosen rows."""
+    return {kind: [layer[rows].flatten(0, 1) for layer in layers] for kind, layers in features.items()}

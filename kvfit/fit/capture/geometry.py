@@ -1,0 +1,91 @@
+"""The shape of a model, read from its configuration alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvfit.errors import UnsupportedModelError
+from kvfit.fit.capture import models
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a model, which is all that a plan needs.
+
+    Attributes:
+        name: ref, or the name of a built-in geometry.
+        n_layers: layers that own keys and values.
+        n_heads: KV heads of a layer.
+        head_dim: features of a head.
+        parameters: of the whole model.
+    """
+
+    name: str
+    n_layers: int
+    n_heads: int
+    head_dim: int
+    parameters: float
+
+
+# Source: Heo et al., arXiv:2608.03893, table 10; parameters as the models are called.
+GEOMETRIES = {
+    geometry.name: geometry
+    for geometry in (
+        Geometry("qwen3-8b", 36, 8, 128, 8e9),
+        Geometry("qwen3-14b", 40, 8, 128, 14e9),
+        Geometry("qwen3-32b", 64, 8, 128, 32e9),
+        Geometry("llama-3.1-8b", 32, 8, 128, 8e9),
+        Geometry("llama-3.1-70b", 80, 8, 128, 70e9),
+        Geometry("ministral-3-3b", 26, 8, 128, 3e9),
+        Geometry("ministral-3-8b", 34, 8, 128, 8e9),
+        Geometry("ministral-3-14b", 40, 8, 128, 14e9),
+    )
+}
+
+
+def is_built_in(ref: str) -> bool:
+    """Whether a ref is the name of a geometry in `GEOMETRIES`."""
+    return ref.lower() in GEOMETRIES and not os.path.isdir(ref)
+
+
+def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Geometry:
+    """The geometry that a model's configuration describes, or one of `GEOMETRIES` by name.
+
+    Raises:
+        RefError: no such model.
+        UnsupportedModelError: a configuration that does not say its geometry, or not of a causal language model.
+    """
+    if is_built_in(ref):
+        return GEOMETRIES[ref.lower()]
+    whole = models.load_config(ref, revision, trust_remote_code=trust_remote_code)
+    config = whole.get_text_config()
+    n_layers, n_query = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
+    if not n_layers or not n_query:
+        raise UnsupportedModelError(
+            f"{ref} ({whole.model_type}): found no layer and head counts in its configuration, needed both"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_query
+    n_heads = getattr(config, "num_key_value_heads", None) or n_query
+    return Geometry(
+        models.split_ref(ref, revision)[1], n_layers, n_heads, head_dim, float(_parameters(whole, trust_remote_code))
+    )
+
+
+def _parameters(config: Any, trust_remote_code: bool) -> int:
+    """Parameters of the model that a configuration describes, from shapes alone."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, ImportError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UnsupportedModelError(
+            f"{config.model_type}: found no causal language model for this configuration ({reason}), needed a decoder"
+        ) from error
+    # Tied weights are one parameter under two names; `parameters` counts them once.
+    return sum(parameter.numel() for parameter in model.parameters())

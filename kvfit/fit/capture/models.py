@@ -1,0 +1,302 @@
+"""Loading the two models of a pair, and proving that they read the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvfit.demo import MODELS, demo_path
+from kvfit.errors import MismatchError, OptionError, RefError
+from kvfit.hub import refs
+from kvfit.hub.load import explain
+from kvfit.spec import MapperSpec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run.
+
+    Attributes:
+        model: the causal language model, in eval mode.
+        tokenizer: its tokenizer.
+        ref: ``org/name``, ``demo:source``, or the name of a local folder.
+        revision: commit hash, None for local folders.
+    """
+
+    model: Any
+    tokenizer: Any
+    ref: str
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How models are loaded.
+
+    Attributes:
+        dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``.
+        device: where the model runs; None for the first GPU, else the CPU.
+        device_map: accelerate's placement for a model larger than one device: ``auto``, ``balanced``..., or a device by module
+            name, ``cpu`` and ``disk`` among them.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2``; None for the model's default.
+        trust_remote_code: run code that the model's repository carries.
+    """
+
+    dtype: str = "auto"
+    device: str | None = None
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise OptionError(f"--dtype: found {self.dtype!r}, needed {', '.join(DTYPES)}")
+        if self.device is not None:
+            find_device(self.device)
+        if isinstance(self.device_map, str) and self.device_map not in DEVICE_MAPS:
+            try:
+                find_device(self.device_map)
+            except OptionError:
+                needed = f"{', '.join(DEVICE_MAPS)} or a device"
+                raise OptionError(f"--device-map: found {self.device_map!r}, needed {needed}") from None
+        if self.attn_implementation is not None:
+            _check_attention(self.attn_implementation)
+
+
+def find_device(name: torch.device | str | None) -> torch.device:
+    """A device that this machine has; for None the first GPU, else the CPU.
+
+    Raises:
+        OptionError: there is no such device here, or it holds no numbers (``meta``).
+    """
+    wanted = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.zeros(1, device=wanted).device
+        reason = "it holds no numbers" if place.type == "meta" else None
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:  # what torch raises depends on how it was built
+        reason = str(error).strip().split("\n")[0].rstrip(".")[:200]
+        if reason.startswith("Expected one of"):  # thirty kinds of device follow
+            reason = "no kind of device"
+    if reason is not None:
+        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+        there = ", ".join(["cpu", *gpus])
+        raise OptionError(f"device: found {str(wanted)!r} ({reason}), needed one that this machine has: {there}")
+    return place
+
+
+def _check_attention(name: str) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = sorted({"eager", *(one for one in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in one)})
+    if name not in known and "/" not in name:  # org/name is a kernel on the Hub
+        raise OptionError(f"--attn-implementation: found {name!r}, needed {', '.join(known)}")
+
+
+def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | None]:
+    """(what to load from, the name to record, the revision) of a ref.
+
+    Raises:
+        RefError: an empty ref, an unknown ``demo:`` ref, a revision of a folder, or two different revisions.
+    """
+    demo = demo_path(ref)
+    if demo is not None:
+        if ref not in MODELS:
+            raise RefError(f"{ref}: found a text, needed a model: {' or '.join(MODELS)}")
+        if revision:
+            raise RefError(f"{ref}: found revision {revision} beside a built-in model, needed none")
+        return str(demo), ref, None
+    folder = Path(ref)
+    if ref and folder.is_dir():
+        if revision:
+            raise RefError(f"{ref}: found revision {revision} beside a folder, needed none: a folder has no revisions")
+        return str(folder), folder.resolve().name, None
+    if not ref or ref.startswith((".", "/", "~")) or ref.count("/") != 1:
+        raise RefError(f"{ref!r}: found no such folder, needed a folder, org/name[@revision] or {' or '.join(MODELS)}")
+    name, pinned = refs.split_ref(ref)
+    if pinned and revision and pinned != revision:
+        raise RefError(f"{ref}: found revision {pinned} in the ref and {revision} beside it, needed one")
+    return name, name, pinned or revision
+
+
+def recorded_refs(spec: MapperSpec, source: str | None, target: str | None) -> tuple[tuple[str, str | None], ...]:
+    """Ref and revision of source and target: what is given, else what a mapper records.
+
+    Raises:
+        RefError: a model was a local folder, of which a mapper records no more than the name, and none of that name is here.
+    """
+    found = []
+    for role, given, model in (("source", source, spec.source), ("target", target, spec.target)):
+        local = model.revision is None and "/" not in model.ref and demo_path(model.ref) is None
+        if given is None and local and not Path(model.ref).is_dir():
+            raise RefError(
+                f"{role}: found only the name {model.ref!r} of a local folder in the bundle, needed the folder itself: "
+                f"pass --{role} FOLDER"
+            )
+        found.append((model.ref, model.revision) if given is None else (given, None))
+    return tuple(found)
+
+
+def load_config(ref: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The configuration alone, without weights."""
+    from transformers import AutoConfig
+
+    location, name, revision, folder = _find(ref, revision)
+    with _told_apart(name, folder):
+        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(ref: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer alone."""
+    from transformers import AutoTokenizer
+
+    location, name, revision, folder = _find(ref, revision)
+    with _told_apart(name, folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust_remote_code)
+    # Version 5 of transformers makes an empty one where there are no files.
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise RefError(f"{name}: found no tokenizer there, needed its files, such as tokenizer.json, beside the weights")
+    return tokenizer
+
+
+def load(ref: str, revision: str | None = None, options: Options | None = None, *, tokenizer: Any = None) -> Loaded:
+    """Model and tokenizer of a ref; `tokenizer` is one that was loaded already.
+
+    Raises:
+        RefError: not found, not reachable, damaged, or without some of its weights; names the model, the file, the tensors.
+        MismatchError: too little memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options = options or Options()
+    location, name, revision, folder = _find(ref, revision)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(location, revision, trust_remote_code=options.trust_remote_code)
+    arguments: dict[str, Any] = {"revision": revision, "trust_remote_code": options.trust_remote_code}
+    if options.attn_implementation is not None:
+        arguments["attn_implementation"] = options.attn_implementation
+    if options.device_map is not None:
+        arguments["device_map"] = options.device_map
+    with _told_apart(name, folder):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            location,
+            dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are told by name, below
+            **arguments,
+        )
+        if options.device_map is None:
+            model = model.to(find_device(options.device))
+    _check_whole(name, found)
+    return Loaded(model.eval(), tokenizer, name, revision)
+
+
+def _check_whole(name: str, found: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that does not hold every weight: transformers fills the rest with random numbers and warns."""
+    for what, names in (
+        ("no weights", sorted(found["missing_keys"])),
+        # Names before version 5 of transformers, names and shapes after.
+        ("weights of another shape", sorted(one if isinstance(one, str) else one[0] for one in found["mismatched_keys"])),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RefError(
+                f"{name}: found {what} for {', '.join(names[:3])}{more}, needed every weight of a causal language model: "
+                "fetch it again, or choose another"
+            )
+
+
+def _find(ref: str, revision: str | None) -> tuple[str, str, str | None, Path]:
+    """What to load from, the name to record, the commit hash, and the folder that a ref lies in.
+
+    The commit that a branch or tag points at is asked once, before anything is read, so that all comes from one.
+    """
+    location, name, revision = split_ref(ref, revision)
+    if Path(location).is_dir():
+        return location, name, revision, Path(location)
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        # In the client's cache, online or not: .../snapshots/COMMIT/config.json.
+        folder = Path(hf_hub_download(name, "config.json", revision=revision)).parent
+    except errors.EntryNotFoundError as error:
+        if not isinstance(error, errors.LocalEntryNotFoundError):
+            raise RefError(f"{name}: found no config.json there, needed a model that transformers can load") from error
+        raise _not_found(error, name, revision) from error
+    except (OSError, ValueError) as error:
+        raise _not_found(error, name, revision) from error
+    return location, name, folder.name, folder
+
+
+def _not_found(error: Exception, name: str, revision: str | None) -> RefError:
+    return RefError(f"{name}: found no such folder; and on the Hub: {explain(error, name, revision)}")
+
+
+class _told_apart:
+    """Turns what transformers and the Hub raise for a ref into one `RefError` that names it, and a file that is damaged."""
+
+    def __init__(self, name: str, folder: Path, what: str = "model") -> None:
+        self.name, self.folder, self.what = name, folder, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        # Whatever it is: no code of ours runs inside, and what a torn file does to the libraries is theirs to choose.
+        if not isinstance(error, Exception):
+            return
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise MismatchError(
+                f"{self.name}: found too little memory ({reason}), needed room for its weights: choose another device, or "
+                "spread it with --device-map auto"
+            ) from error
+        if isinstance(error, ImportError):
+            raise MismatchError(
+                f"{self.name}: found a package missing ({reason}), needed it: install it, or leave out what asks for it"
+            ) from error
+        damaged = next((path.name for path in sorted(self.folder.glob("*.safetensors")) if not _opens(path)), None)
+        if damaged is not None:
+            raise RefError(f"{self.name}: found {damaged} cut short or damaged, needed all of it: fetch it again") from error
+        raise RefError(
+            f"{self.name}: found no loadable {self.what} there ({reason}), needed one that transformers can load"
+        ) from error
+
+
+def _opens(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+def check_tokenizers(source: Any, target: Any) -> None:
+    """Refuse two tokenizers that do not give the same ids.
+
+    Only the token-to-id maps count: vocabularies that differ in padding rows of the embedding are the same to a tokenizer.
+
+    Raises:
+        MismatchError: names the first token that differs.
+    """
+    ours, theirs = source.get_vocab(), target.get_vocab()
+    if ours != theirs:
+        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+        token = differing[0]
+        raise MismatchError(
+            f"tokenizers: found {len(differing)} tokens with different ids, first {token!r} with {ours.get(token)} in the "
+            f"source and {theirs.get(token)} in the target, needed the same token-to-id map: choose two models of one family"
+        )
+    # The same map can still split text differently (other merges or pre-tokenizer): try a text that touches both.
+    sample = "Hello, World! It's 2,048 tokens\n\n  of naïve “text” — 東京 🙂\t(x_1 = y**2)"
+    if source(sample)["input_ids"] != target(sample)["input_ids"]:
+        raise MismatchError(
+            "tokenizers: found the same token-to-id map but different splits of a text, needed the same ids for the same text"
+        )

@@ -1,0 +1,69 @@
+"""The recipe of a store: all that its numbers depend on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvfit.fit.capture import models
+from kvfit.fit.capture.ranks import Ranks
+from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.stats import digests
+from kvfit.spec import ModelSpec
+
+PACKAGES = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
+
+
+def make_recipe(
+    specs: list[ModelSpec],
+    text: TextOptions,
+    options: dict[str, Any],
+    loading: tuple[models.Options, models.Options],
+    batch_size: int,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    """What a resumed capture has in common with its beginning, and merged ones with each other, but for `part`.
+
+    The models' specs stand beside the recipe in the store; the fingerprints are repeated so that a difference is named here.
+    """
+    return {
+        "models": [
+            {
+                "ref": spec.ref,
+                "revision": spec.revision,
+                "tokenizer": spec.tokenizer_fingerprint,
+                "weights": spec.weight_fingerprint,
+            }
+            for spec in specs
+        ],
+        "text": {**asdict(text), "dataset": public_name(text.dataset)},
+        "options": options,
+        "batch_size": batch_size,
+        "part": {"rank": ranks.rank, "of": ranks.size},
+        "dtype": [how.dtype for how in loading],
+        "attn_implementation": [how.attn_implementation for how in loading],
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def bundle_recipe(recipe: dict[str, Any], cursor: Any) -> dict[str, Any]:
+    """What a bundle keeps of its store: the recipe, and which documents were captured where the store's cursor says it.
+
+    Sorted, so that the order of the text and of merging leaves no trace.
+    """
+    found = digests.of_cursor(cursor)
+    return recipe if not found else {**recipe, digests.FIELD: "".join(sorted(found))}
+
+
+def public_name(dataset: str) -> str:
+    """A dataset's name for the record: of a local path only the last part, so that no path of a machine is published."""
+    return Path(dataset).name if Path(dataset).exists() else dataset
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,263 @@
+"""The arms of an evaluation: ways to give the target a prefix, and what it then makes of the continuation.
+
+`native` prefills; `transfer` maps the source's cache; `handoff` maps it and runs chosen tokens itself, as in use; `source` is
+the source model alone; `no_context` gives nothing. The controls say what a gain in likelihood is worth: `mean` gives keys and
+values of the right mean and no content, `shuffled` gives another document's mapped cache, `raw` the source's cache unmapped.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvfit.bundle.bundle import Bundle
+from kvfit.errors import MismatchError
+from kvfit.fit.capture import models
+from kvfit.model import cache as caches
+from kvfit.model.decoder import input_device, text_config
+from kvfit.model.identity import check_model
+from kvfit.model.rope import angles, rotate, unrotate
+from kvfit.runtime.handoff import handoff
+from kvfit.runtime.mapper import Mapper
+
+Arm = Literal["native", "transfer", "handoff", "source", "no_context", "mean", "shuffled", "raw"]
+ARMS: tuple[Arm, ...] = ("native", "transfer", "handoff", "source", "no_context", "mean", "shuffled", "raw")
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both models and the mapper between them.
+
+    Attributes:
+        source: the loaded source.
+        target: the loaded target.
+        mapper: between them, its weights on the target's devices.
+        exact_head: first tokens that the target runs itself in the `handoff` arm.
+        exact_tail: last tokens of the prefix that it runs itself there.
+        recompute: share of the prefix that it recomputes there, guided by the source; 0 for none.
+    """
+
+    source: Any
+    target: Any
+    mapper: Mapper
+    exact_head: int = 1
+    exact_tail: int = 0
+    recompute: float = 0.0
+
+
+def load_pair(
+    bundle: Bundle,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    loading: tuple[models.Options, models.Options] | None = None,
+    **options: Any,
+) -> tuple[Pair, Any]:
+    """Both models of a bundle, checked, with its mapper on the target's devices; and their tokenizer.
+
+    Args:
+        bundle: an opened bundle.
+        source: ref of the source model; default the one that the bundle names.
+        target: likewise.
+        loading: how source and target are loaded.
+        **options: `exact_head`, `exact_tail` and `recompute` of the pair.
+
+    Raises:
+        RefError: a model cannot be found.
+        MismatchError: a model is not the one that the bundle was fitted on.
+    """
+    specs = (bundle.spec.source, bundle.spec.target)
+    refs = models.recorded_refs(bundle.spec, source, target)
+    loaded = [
+        models.load(ref, revision, how)
+        for (ref, revision), how in zip(refs, loading or (models.Options(), models.Options()), strict=True)
+    ]
+    for spec, model in zip(specs, loaded, strict=True):
+        check_model(spec, model.model, model.tokenizer)
+    devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
+    # What an earlier evaluation found is no concern of this one.
+    mapper = Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
+    return Pair(loaded[0].model, loaded[1].model, mapper, **options), loaded[1].tokenizer
+
+
+def shared_vocabulary(pair: Pair) -> int:
+    """Logits that both models have: two of one family may pad their embeddings to different sizes."""
+    return min(int(text_config(model).vocab_size) for model in (pair.source, pair.target))
+
+
+@torch.no_grad()
+def source_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
+    """The source's keys and values of a prefix (B, P), in the target's dtype where the two differ."""
+    cache = caches.full_cache()
+    caches.forward(pair.source, prefix_ids.to(input_device(pair.source)), cache, base=True)
+    dtype = getattr(pair.target, "dtype", None)
+    return [(keys.to(dtype), values.to(dtype)) for keys, values in caches.read_cache(cache)]
+
+
+@torch.no_grad()
+def target_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
+    """The target's own keys and values of a prefix (B, P), full length in every layer."""
+    cache = caches.full_cache()
+    caches.forward(pair.target, prefix_ids.to(input_device(pair.target)), cache, base=True)
+    return caches.read_cache(cache)
+
+
+def raw_allowed(mapper: Mapper) -> bool:
+    """Whether the source's cache has the target's shape."""
+    source, target = mapper.spec.source, mapper.spec.target
+    return (source.n_layers, source.n_heads, source.head_dim) == (target.n_layers, target.n_heads, target.head_dim)
+
+
+@torch.no_grad()
+def prefix_cache(
+    pair: Pair,
+    arm: Arm,
+    prefix_ids: Tensor,
+    sources: Pairs | None,
+    other: Pairs | None = None,
+    *,
+    mean: Pairs | None = None,
+    next_ids: Tensor | None = None,
+) -> Any:
+    """The target's (or source's) cache over a prefix (B, P), made as the arm says; None for `no_context`.
+
+    Args:
+        pair: models and mapper.
+        arm: which arm.
+        prefix_ids: (B, P).
+        sources: the source's keys and values of the prefix; not needed by `native`, `source` and `no_context`.
+        other: those of other documents of the same length, for `shuffled`.
+        mean: what `mean_pairs` gave, for `mean`; by default the mean over `sources`.
+        next_ids: (B, Q) what comes after the prefix, which guides the recompute of `handoff`; never cached here.
+
+    Raises:
+        MismatchError: the arm needs `sources` or `other`.
+    """
+    if arm == "no_context":
+        return None
+    if arm in ("native", "source"):
+        model = pair.target if arm == "native" else pair.source
+        cache = caches.new_cache(model)
+        caches.forward(model, prefix_ids.to(input_device(model)), cache, base=True)
+        return cache
+    given = other if arm == "shuffled" else sources
+    if given is None:
+        raise MismatchError(f"arm {arm}: found no source cache, needed one of {prefix_ids.shape[1]} tokens")
+    if arm == "handoff":
+        return _moved(pair, prefix_ids, given, next_ids)
+    if arm == "raw":
+        return filled(pair.target, given)
+    if arm == "mean":
+        return _spread(pair, mean or mean_pairs(pair, given), *prefix_ids.shape)
+    return pair.mapper.transfer(given, into=caches.new_cache(pair.target))
+
+
+def _moved(pair: Pair, prefix_ids: Tensor, sources: Pairs, next_ids: Tensor | None) -> Any:
+    prefix_ids = prefix_ids.to(input_device(pair.target))
+    # A handoff leaves at least one token to the target; what is left is not run here, but a guide reads it.
+    following = prefix_ids[:, -1:] if next_ids is None else next_ids.to(prefix_ids.device)
+    return handoff(
+        pair.mapper,
+        pair.target,
+        torch.cat([prefix_ids, following], 1),
+        sources,
+        exact_head=pair.exact_head,
+        exact_tail=pair.exact_tail,
+        recompute=pair.recompute,
+        guide=pair.source if pair.recompute else None,
+    ).cache
+
+
+def filled(model: Any, pairs: Pairs) -> Any:
+    """A cache of `model` that holds the given keys and values, each layer where it runs."""
+    cache = caches.new_cache(model)
+    devices = caches.layer_devices(model, len(pairs))
+    for layer_index, (keys, values) in enumerate(pairs):
+        caches.append(cache, layer_index, keys.to(devices[layer_index]), values.to(devices[layer_index]))
+    return cache
+
+
+@torch.no_grad()
+def mean_pairs(pair: Pair, sources: Pairs) -> Pairs:
+    """Per layer the mean mapped keys (un-rotated) and values over all tokens of all sequences given, each (1, H, 1, D).
+
+    Taken over several documents it is the map's bias about the centre of its inputs: the right mean, and no content.
+    """
+    out = []
+    for layer_index, (keys, values) in enumerate(pair.mapper.transfer_layers(sources)):
+        table = pair.mapper.spec.target.rope.table(layer_index)
+        if table is not None:
+            keys = unrotate(keys, table, angles(table, torch.arange(keys.shape[2], device=keys.device)))
+        out.append((keys.mean((0, 2), keepdim=True), values.mean((0, 2), keepdim=True)))
+    return out
+
+
+def _spread(pair: Pair, mean: Pairs, batch: int, n_tokens: int) -> Any:
+    """A cache in which every token has the mean keys, rotated to its position, and the mean values."""
+    out = []
+    for layer_index, (keys, values) in enumerate(mean):
+        table = pair.mapper.spec.target.rope.table(layer_index)
+        keys, values = (part.expand(batch, -1, n_tokens, -1).contiguous() for part in (keys, values))
+        if table is not None:
+            keys = rotate(keys, table, angles(table, torch.arange(n_tokens, device=keys.device)))
+        out.append((keys, values))
+    return filled(pair.target, out)
+
+
+class Rewindable:
+    """A cache that can be used several times: `fresh` gives it as it was when it came here.
+
+    Cropping is free, but a windowed layer may have dropped what it would need again; there the cache is copied.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        windowed = cache is not None and caches.drops_tokens(cache)
+        self._cache = cache
+        self._length = 0 if cache is None else caches.cache_length(cache)
+        self._kept = copy.deepcopy(cache) if windowed else None
+
+    def fresh(self, model: Any) -> Any:
+        """The cache, to be used until the next call; an empty one of `model` where there was none."""
+        if self._cache is None:
+            return caches.new_cache(model)
+        if self._kept is not None:
+            return copy.deepcopy(self._kept)
+        caches.crop(self._cache, self._length)
+        return self._cache
+
+
+def model_of(pair: Pair, arm: Arm) -> Any:
+    """The model that continues in an arm."""
+    return pair.source if arm == "source" else pair.target
+
+
+@torch.no_grad()
+def continuation_logits(model: Any, cache: Any, ids: Tensor, prefix: int, vocabulary: int) -> Tensor:
+    """(B, C, vocabulary) logits for each token after the prefix, teacher-forced.
+
+    The cache covers the first `prefix` - 1 tokens of ids (B, prefix + C); the last prefix token is always the model's own, so
+    that every arm predicts the first continuation token from a token that it ran itself.
+    """
+    return caches.forward(model, ids[:, prefix - 1 : -1].to(input_device(model)), cache)[..., :vocabulary]
+
+
+@torch.no_grad()
+def greedy(model: Any, cache: Any, ids: Tensor, n_tokens: int, vocabulary: int | None = None) -> Tensor:
+    """(B, n_tokens) likeliest tokens, one after the other, after running ids (B, Q) on top of a cache, which grows by them."""
+    said = []
+    ids = ids.to(input_device(model))
+    for _ in range(n_tokens):
+        ids = caches.forward(model, ids, cache, logits_to_keep=1)[:, -1, :vocabulary].argmax(-1, keepdim=True)
+        said.append(ids)
+    return torch.cat(said, 1) if said else ids[:, :0]
+
+
+def answer(model: Any, cache: Any, question_ids: Tensor, n_tokens: int) -> list[int]:
+    """Greedy continuation of one question (1, Q) on top of a cache."""
+    return greedy(model, cache, question_ids, n_tokens)[0].tolist()

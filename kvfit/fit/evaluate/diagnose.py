@@ -1,0 +1,316 @@
+"""Where a map is good and where it is not: per target layer and head, on text that neither fit nor selection saw.
+
+Each measure compares mapped keys and values with the target's own, over the tokens that are mapped in use. E is their
+difference, per token; keys are un-rotated but where attention reads them.
+
+    r2              1 - sum E^2 / sum (own - mean own)^2, of the map as it is used, gain included
+    explained       the same if every output were rescaled about its mean to fit best: what a gain cannot change
+    relative_error  |E| / |own|
+    cosine          between mapped and own, mean over tokens
+    concentration   keys: D * sum_j s_j^2 |E v_j|^2 / (sum_j s_j^2 * |E|^2), with v_j, s_j of the target's own queries (rotated)
+                    values: mean of |e_i|^2 weighted by a_i^2, over its plain mean, with a the target's own attention
+                    1 means that errors lie anywhere; above 1, that they lie where attention reads
+    attention_cosine  between what the target's own queries read from mapped and from own keys and values
+
+Source: Heo et al., arXiv:2608.03893, for the concentrations and the attention output's cosine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvfit.fit.evaluate import arms
+from kvfit.fit.evaluate.attention import Reading, watched
+from kvfit.model import cache as caches
+from kvfit.model.decoder import input_device
+from kvfit.model.rope import angles, unrotate
+from kvfit.runtime.mapper import Mapper
+from kvfit.spec import KINDS, Kind, RopeTable
+
+# Tokens per batch that say which layer a map's output belongs to; enough for a correlation, few enough to hold them all.
+ORDER_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        layers: per target layer, JSON values as in `evaluation.json`.
+        order: per kind (L, L) correlations of the output for layer i with layer j's own, about the mean of every output.
+        explained: per kind, mean over layers.
+        explained_rotated: mean over layers for keys, if the map were applied to keys with their rotation; None where the target
+            has none.
+    """
+
+    layers: list[dict[str, Any]]
+    order: dict[Kind, Tensor]
+    explained: dict[Kind, float]
+    explained_rotated: float | None
+
+
+class _Moments:
+    """Sums over tokens of mapped and own values (N, H, D), from which the measures follow. float64."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, mapped: Tensor, own: Tensor) -> None:
+        mapped, own = mapped.double(), own.double()
+        self.count += len(own)
+        cosine = F.cosine_similarity(mapped, own, dim=-1)
+        for name, value in (
+            ("p", mapped),
+            ("t", own),
+            ("pp", mapped**2),
+            ("tt", own**2),
+            ("pt", mapped * own),
+            ("ee", (mapped - own) ** 2),
+            ("cosine", cosine),
+        ):
+            total = value.sum(0)
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def centred(self, a: str, b: str) -> Tensor:
+        """(H, D) sum of products of deviations."""
+        return self.sums[a + b] - self.sums[a] * self.sums[b] / self.count
+
+    def measures(self) -> dict[str, Tensor]:
+        """(1 + H,) each: over all heads, then per head."""
+        own, mapped = self.centred("t", "t"), self.centred("p", "p")
+        fitted = self.centred("p", "t") ** 2 / mapped.clamp(min=1e-300)
+        error = _all_and_heads(self.sums["ee"])
+        cosine = self.sums["cosine"] / self.count
+        return {
+            "r2": 1 - error / _all_and_heads(own),
+            "explained": _all_and_heads(fitted) / _all_and_heads(own),
+            "relative_error": (error / _all_and_heads(self.sums["tt"])).sqrt(),
+            "cosine": torch.cat([cosine.mean(0, keepdim=True), cosine]),
+        }
+
+
+def _all_and_heads(values: Tensor) -> Tensor:
+    by_head = values.sum(1)
+    return torch.cat([by_head.sum(0, keepdim=True), by_head])
+
+
+class _Reads:
+    """One layer's reading of mapped keys and values, summed over documents."""
+
+    def __init__(self, n_heads: int, head_dim: int, device: torch.device) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.n_queries = self.n_tokens = 0
+        self.cosine = zeros(n_heads)
+        self.queries, self.errors = zeros(n_heads, head_dim, head_dim), zeros(n_heads, head_dim, head_dim)
+        self.weighted, self.weights, self.squares = zeros(n_heads), zeros(n_heads), zeros(n_heads)
+
+    def add(self, reading: Reading, mapped: tuple[Tensor, Tensor], counted: slice) -> None:
+        """`mapped` (B, H, P, D) as the cache would hold them; of them only the tokens `counted` were mapped."""
+        n_new = reading.queries.shape[2]
+        n_heads = reading.keys.shape[1]
+        total = reading.keys.shape[2]
+        held = total - n_new  # a windowed layer has dropped the first ones
+        first = mapped[0].shape[2] - held
+        keys, values = (
+            torch.cat([part[:, :, first:].to(own), own[:, :, held:]], 2)
+            for part, own in zip(mapped, (reading.keys, reading.values), strict=True)
+        )
+        read = reading.attend(keys, values)
+        # (B, C, H_query, D) -> (H, B * C * group)
+        cosine = F.cosine_similarity(read.double(), reading.output.double(), dim=-1)
+        self.cosine += _grouped(cosine, 2, n_heads).transpose(0, 2).flatten(1).sum(1)
+        self.n_queries += cosine.numel() // n_heads
+        span = slice(max(counted.start - first, 0), counted.stop - first)
+        if span.stop <= span.start:
+            return
+        wrong = [(a - b)[:, :, span].double() for a, b in ((keys, reading.keys), (values, reading.values))]
+        self.n_tokens += wrong[0].shape[0] * wrong[0].shape[2]
+        self.errors += torch.einsum("bhtd,bhte->hde", wrong[0], wrong[0])
+        queries = _grouped(reading.queries.double(), 1, n_heads)  # (B, H, group, C, D)
+        self.queries += torch.einsum("bhgcd,bhgce->hde", queries, queries)
+        squares = wrong[1].square().sum(-1)  # (B, H, n)
+        self.squares += squares.sum((0, 2))
+        for row in range(len(keys)):  # the attention of one document at a time: it is the largest thing here
+            weights = _attention(reading, row, n_heads)[..., span].double().square().sum((1, 2))  # (H, n)
+            self.weighted += (weights * squares[row]).sum(1)
+            self.weights += weights.sum(1)
+
+    def measures(self) -> dict[str, Tensor]:
+        """(1 + H,) each."""
+        trace = torch.einsum("hde,hde->h", self.queries, self.errors)
+        plain = self.queries.diagonal(dim1=1, dim2=2).sum(1) * self.errors.diagonal(dim1=1, dim2=2).sum(1)
+        keys = self.errors.shape[1] * trace / plain
+        values = (self.weighted / self.weights) / (self.squares / max(self.n_tokens, 1))
+        cosine = self.cosine / max(self.n_queries, 1)
+        return {
+            name: torch.cat([found.mean(0, keepdim=True), found])
+            for name, found in (("keys", keys), ("values", values), ("attention", cosine))
+        }
+
+
+def _grouped(values: Tensor, dim: int, n_heads: int) -> Tensor:
+    """Dimension `dim` of query heads as two: key/value heads and the query heads that read each."""
+    return values.reshape(*values.shape[:dim], n_heads, -1, *values.shape[dim + 1 :])
+
+
+def _attention(reading: Reading, row: int, n_heads: int) -> Tensor:
+    """(H, group, C, T) the target's own attention weights of one document (sinks and soft caps are left out)."""
+    queries = _grouped(reading.queries[row].float(), 0, n_heads)  # (H, group, C, D)
+    scores = reading.scaling * torch.einsum("hgcd,htd->hgct", queries, reading.keys[row].float())
+    n_new, total = queries.shape[2], reading.keys.shape[2]
+    at = torch.arange(total, device=scores.device)
+    position = torch.arange(total - n_new, total, device=scores.device)[:, None]
+    hidden = at > position
+    if reading.window is not None:
+        hidden = hidden | (at <= position - reading.window)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+@torch.no_grad()
+def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) -> Diagnosis:
+    """Measure a map per layer and head.
+
+    Args:
+        pair: models and mapper; `exact_head` and `exact_tail` say which tokens the target has of its own, and are not counted.
+        ids: (N, prefix + C) token ids; the queries are those of the tokens from the last prefix token on.
+        prefix: tokens of context.
+        batch_size: documents per forward pass.
+    """
+    spec = pair.mapper.spec
+    n_layers, covered = spec.target.n_layers, prefix - 1
+    head = min(pair.exact_head, covered)
+    counted = slice(head, max(head, covered - pair.exact_tail))
+    moments: dict[tuple[str, int], _Moments] = {}
+    order = {kind: _Order() for kind in KINDS}
+    reads: dict[int, _Reads] = {}
+    rotated = Mapper(replace(spec, keys_rotated=True), pair.mapper._weights) if any(spec.target.rope.tables) else None
+    for part in torch.split(ids, batch_size):
+        prefix_ids = part[:, :covered]
+        sources = arms.source_pairs(pair, prefix_ids)
+        own = arms.target_pairs(pair, prefix_ids)
+        mapped = pair.mapper.transfer_layers(sources)
+        naive = rotated.transfer_layers(sources) if rotated is not None else None
+        for layer_index in range(n_layers):
+            table = spec.target.rope.table(layer_index)
+            for kind, ours, theirs in zip(KINDS, mapped[layer_index], own[layer_index], strict=True):
+                found = [_tokens(tensor, table if kind == "keys" else None, counted) for tensor in (ours, theirs)]
+                moments.setdefault((kind, layer_index), _Moments()).add(*(tensor.to(found[1].device) for tensor in found))
+                order[kind].hold(layer_index, *found)
+            if naive is not None:
+                plain = [_tokens(pairs[layer_index][0], None, counted) for pairs in (naive, own)]
+                moments.setdefault(("rotated", layer_index), _Moments()).add(plain[0].to(plain[1].device), plain[1])
+        for kind in KINDS:
+            order[kind].add()
+        in_use = [
+            tuple(_exact(ours, theirs, counted) for ours, theirs in zip(*pairs, strict=True))
+            for pairs in zip(mapped, own, strict=True)
+        ]
+        _read(pair, own, in_use, part[:, covered:-1], counted, reads)
+    measured = {key: found.measures() for key, found in moments.items()}
+    read = {layer_index: found.measures() for layer_index, found in reads.items()}
+    return Diagnosis(
+        layers=[_layer(layer_index, measured, read.get(layer_index)) for layer_index in range(n_layers)],
+        order={kind: found.correlations() for kind, found in order.items()},
+        explained={kind: _mean([float(measured[kind, i]["explained"][0]) for i in range(n_layers)]) for kind in KINDS},
+        explained_rotated=None
+        if rotated is None
+        else _mean([float(measured["rotated", i]["explained"][0]) for i in range(n_layers)]),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _tokens(tensor: Tensor, table: RopeTable | None, counted: slice) -> Tensor:
+    """(B, H, T, D) -> (B * n, H, D) of the counted tokens, un-rotated where a table is given."""
+    if table is not None:
+        tensor = unrotate(tensor.float(), table, angles(table, torch.arange(tensor.shape[2], device=tensor.device)))
+    return tensor[:, :, counted].transpose(1, 2).flatten(0, 1)
+
+
+def _exact(mapped: Tensor, own: Tensor, counted: slice) -> Tensor:
+    """Mapped keys or values with the target's own where it runs tokens itself."""
+    out = own.clone()
+    out[:, :, counted] = mapped[:, :, counted].to(own)
+    return out
+
+
+def _read(
+    pair: arms.Pair,
+    own: arms.Pairs,
+    in_use: list[tuple[Tensor, ...]],
+    new_ids: Tensor,
+    counted: slice,
+    reads: dict[int, _Reads],
+) -> None:
+    """Run the new tokens on the target's own cache, and let every layer read the mapped one beside it."""
+
+    def on_reading(reading: Reading) -> None:
+        if reading.layer_index not in reads:
+            reads[reading.layer_index] = _Reads(reading.keys.shape[1], reading.keys.shape[3], reading.keys.device)
+        reads[reading.layer_index].add(reading, in_use[reading.layer_index], counted)  # type: ignore[arg-type]
+
+    with watched(pair.target, on_reading):
+        caches.forward(pair.target, new_ids.to(input_device(pair.target)), arms.filled(pair.target, own), base=True)
+
+
+class _Order:
+    """Correlations between the outputs for one layer and the own values of another, over all features together."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Tensor, Tensor]] = []
+        self.count = 0
+        self.cross = self.mapped = self.own = self.mapped_sum = self.own_sum = torch.zeros(())
+
+    def hold(self, layer_index: int, mapped: Tensor, own: Tensor) -> None:
+        del layer_index  # layers come in order
+        stride = max(1, len(own) // ORDER_TOKENS)
+        self._held.append((mapped[::stride].flatten(1).double().cpu(), own[::stride].flatten(1).double().cpu()))
+
+    def add(self) -> None:
+        """Take in what was held of one batch."""
+        mapped, own = (torch.stack([pair[side] for pair in self._held]) for side in (0, 1))  # (L, n, F)
+        self._held.clear()
+        self.count += mapped.shape[1]
+        self.cross = self.cross + mapped.flatten(1) @ own.flatten(1).T
+        self.mapped, self.own = self.mapped + mapped.square().sum(1), self.own + own.square().sum(1)
+        self.mapped_sum, self.own_sum = self.mapped_sum + mapped.sum(1), self.own_sum + own.sum(1)
+
+    def correlations(self) -> Tensor:
+        """(L, L)."""
+        cross = self.cross - self.mapped_sum @ self.own_sum.T / self.count
+        spread = [
+            (squares - sums.square() / self.count).sum(1).clamp(min=1e-300).sqrt()
+            for squares, sums in ((self.mapped, self.mapped_sum), (self.own, self.own_sum))
+        ]
+        return cross / (spread[0][:, None] * spread[1])
+
+
+def _layer(
+    layer_index: int, measured: dict[tuple[str, int], dict[str, Tensor]], read: dict[str, Tensor] | None
+) -> dict[str, Any]:
+    """One layer as JSON values; what could not be watched is None."""
+    out: dict[str, Any] = {"layer_index": layer_index}
+    for kind in KINDS:
+        found = dict(measured[kind, layer_index])
+        if read is not None:
+            found["concentration"] = read[kind]
+        out[kind] = {name: _number(values[0]) for name, values in found.items()}
+        out[kind]["heads"] = {name: [_number(value) for value in values[1:]] for name, values in found.items()}
+    out["attention_cosine"] = None if read is None else _number(read["attention"][0])
+    out["attention_cosine_heads"] = None if read is None else [_number(value) for value in read["attention"][1:]]
+    return out
+
+
+def _number(value: Tensor) -> float | None:
+    """A finite number, or None: an output that never varies has no R2, and JSON no infinity."""
+    return float(value) if bool(torch.isfinite(value)) else None

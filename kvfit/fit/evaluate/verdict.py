@@ -1,0 +1,235 @@
+"""The verdict on what was measured, and the reasons for it.
+
+Each way in which a bundle is known to go wrong has a check of its own, so that a reason says what to do and not only that a
+number is low. `docs/guides/evaluate.md` explains the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+
+from kvfit.bundle.strict_json import at
+from kvfit.errors import OptionError
+from kvfit.fit.evaluate.diagnose import Diagnosis
+from kvfit.spec import KINDS
+
+Verdict = Literal["pass", "fail", "unknown"]
+Table = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a bundle has to reach to pass. Written into `evaluation.json`, so that a verdict can be read without this code.
+
+    Attributes:
+        share_of_gap: least share of the likelihood gap between source and native that the handoff recovers.
+        interval_low: least lower end of its 95 % interval; 0 means that moving beats staying with the source.
+        kl: most mean KL to native, in nats per token.
+        control_margin: least lead over the better control (mean, shuffled), in nats per token: what the context adds.
+        recall: least share of the native recall that the handoff keeps, where both models can do the probe.
+        recall_native: what both models must recall for a probe to count.
+        recall_shuffled: most recall from another document's cache: more, and the probes can be guessed.
+        attention_cosine: least cosine of the worst layer's attention output.
+        explained_drop: most that the explained variance may lie below what `solve` found on its holdout split.
+        correlation: least mean correlation between the map's outputs and the layers that they resemble most.
+        rotated_margin: most that the explained variance of keys may gain when the map is applied to rotated keys.
+        tokens_per_input: least tokens that were fitted per input of the widest map.
+        documents: least documents for a verdict other than fail: over fewer an interval says nothing.
+    """
+
+    share_of_gap: float = 0.25
+    interval_low: float = 0.0
+    kl: float = 0.5
+    control_margin: float = 0.05
+    recall: float = 0.5
+    recall_native: float = 0.5
+    recall_shuffled: float = 0.25
+    attention_cosine: float = 0.5
+    explained_drop: float = 0.3
+    correlation: float = 0.3
+    rotated_margin: float = 0.1
+    tokens_per_input: float = 3.0
+    documents: float = 8.0
+
+    @classmethod
+    def changed(cls, values: Mapping[str, str]) -> Thresholds:
+        """The defaults with some changed, as a command line gives them.
+
+        Raises:
+            OptionError: no such threshold, or no number.
+        """
+        names = [one.name for one in fields(cls)]
+        numbers = {}
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value)
+            except ValueError:
+                numbers[name] = float("nan")
+            if name not in names or not isfinite(numbers[name]):
+                raise OptionError(f"--threshold: found {name}={value}, needed a number for one of {', '.join(names)}")
+        return cls(**numbers)
+
+
+@dataclass
+class Reasons:
+    """Why a verdict is what it is.
+
+    Attributes:
+        failed: what is not good enough.
+        missing: what was not measured and a verdict needs: without it a bundle cannot pass.
+        unknown: what could not be found out with these models, and does not keep a bundle from passing.
+    """
+
+    failed: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def add(self, other: Reasons, at: str = "") -> None:
+        """Take in others, with `at` put before each to say which prefix length or text it is about."""
+        for name in ("failed", "missing", "unknown"):
+            getattr(self, name).extend(at + reason for reason in getattr(other, name))
+
+    @property
+    def verdict(self) -> Verdict:
+        """Fail where anything fails, else unknown where a measurement is missing, else pass."""
+        return "fail" if self.failed else "unknown" if self.missing else "pass"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.failed, *self.missing, *self.unknown))
+
+
+def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, documents: int) -> Reasons:
+    """What fails, is missing or stays unknown in one table of arms.
+
+    The arm that is judged is `handoff`, because that is what runs in use.
+
+    Args:
+        table: arms as in `evaluation.json`.
+        thresholds: see there.
+        recall: probe kinds as in `evaluation.json`; without it, recall was not measured.
+        documents: that the table is about.
+    """
+    found = Reasons(_likelihood(table, thresholds))
+    if documents < thresholds.documents:
+        found.missing.append(f"only {documents} documents, needed {thresholds.documents:g}: give more text or --documents")
+    able = {kind: entry for kind, entry in (recall or {}).items() if entry["able"]}
+    if not recall:
+        found.missing.append(
+            "recall was not measured: no probes were asked, or no two documents of the text are without questions of their own "
+            "to hide them in"
+        )
+    elif not able:
+        why = "; ".join(f"{kind}: {entry['reason']}" for kind, entry in recall.items())
+        found.unknown.append(f"recall is unknown: the models cannot do the probes ({why})")
+    for kind, entry in able.items():
+        native, moved = (entry["arms"][arm]["recall"] for arm in ("native", "handoff"))
+        if not moved >= thresholds.recall * native:
+            found.failed.append(
+                f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}: hand over with "
+                "guided recompute, and evaluate so (--recompute 0.1)"
+            )
+        guessed = entry["arms"]["shuffled"]["recall"]
+        if guessed > thresholds.recall_shuffled:
+            found.unknown.append(
+                f"recall of {kind} is unknown: another document's cache answers {guessed:.0%}, so it can be guessed"
+            )
+    return found
+
+
+def _likelihood(table: Table, thresholds: Thresholds) -> list[str]:
+    moved, native, source = table["handoff"], table["native"], table["source"]
+    # Written so that a number that is none (NaN) fails: it is no measurement to pass by.
+    if not native["nll"] < source["nll"]:
+        return ["the source alone is at least as good as the target with its own cache: there is nothing to gain by moving"]
+    failed = []
+    if not moved["nll"] < source["nll"]:
+        failed.append(
+            f"the source alone is better than the moved target ({source['nll']:.3f} against {moved['nll']:.3f} nats): "
+            "stay with it"
+        )
+    elif not moved["share_of_gap"] >= thresholds.share_of_gap:
+        failed.append(f"share of gap {moved['share_of_gap']:.2f}, needed {thresholds.share_of_gap:.2f}")
+    elif not moved["interval"][0] >= thresholds.interval_low:
+        failed.append(f"its interval begins at {moved['interval'][0]:.2f}, needed {thresholds.interval_low:.2f}")
+    if not moved["kl"] <= thresholds.kl:
+        failed.append(f"KL to native {moved['kl']:.3f} nats, needed at most {thresholds.kl:.3f}")
+    return failed + control_lead(table, thresholds)
+
+
+def control_lead(table: Table, thresholds: Thresholds) -> list[str]:
+    """Whether the moved context is worth more than a cache without its content; also asked of further texts."""
+    lead = min(table[arm]["nll"] for arm in ("mean", "shuffled")) - table["handoff"]["nll"]
+    if lead >= thresholds.control_margin:
+        return []
+    return [f"lead over the better control {lead:.3f} nats, needed {thresholds.control_margin:.3f}"]
+
+
+def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, thresholds: Thresholds) -> list[str]:
+    """Reasons to fail that lie in the map itself, each with its cause.
+
+    Args:
+        found: on the text that the map is meant for.
+        solve: the bundle's `solve.json`.
+        inputs: of the widest map (F).
+        thresholds: see there.
+    """
+    failed = []
+    fitted = at(solve, "tokens", "fit")
+    if isinstance(fitted, int) and fitted < thresholds.tokens_per_input * inputs:
+        failed.append(
+            f"fitted on {fitted} tokens for {inputs} inputs, needed {thresholds.tokens_per_input:g} per input: capture more "
+            "sequences"
+        )
+    misplaced = {kind: _misplaced(order, thresholds) for kind, order in found.order.items()}
+    blank = {kind: float(order.max(1).values.mean()) for kind, order in found.order.items()}
+    for kind in KINDS:
+        if not blank[kind] >= thresholds.correlation:
+            failed.append(
+                f"{kind}: the map's outputs resemble no layer of the target (mean correlation {blank[kind]:.2f}, needed "
+                f"{thresholds.correlation:.2f}): its weights belong to another pair or are damaged"
+            )
+        elif misplaced[kind]:
+            pairs = ", ".join(f"{i} gives {j}" for i, j in misplaced[kind][:4])
+            failed.append(f"{kind}: layers are in the wrong order (the map for layer {pairs})")
+    rotated = found.explained_rotated
+    if rotated is not None and rotated > found.explained["keys"] + thresholds.rotated_margin:
+        failed.append(
+            f"keys: the map fits keys with their rotation (explained variance {rotated:.2f}) and is applied without "
+            f"({found.explained['keys']:.2f}): it was fitted on rotated keys"
+        )
+    elif not any(misplaced.values()) and min(blank.values()) >= thresholds.correlation:
+        failed += _dropped(found, solve, thresholds)
+    cosines = [(layer["attention_cosine"], layer["layer_index"]) for layer in found.layers]
+    # A cosine that is none (NaN) is the worst there can be.
+    known = [(cosine if isfinite(cosine) else -2.0, layer_index) for cosine, layer_index in cosines if cosine is not None]
+    if known and min(known)[0] < thresholds.attention_cosine:
+        worst, layer_index = min(known)
+        failed.append(
+            f"attention of layer {layer_index} reads something else (cosine {worst:.2f}, needed "
+            f"{thresholds.attention_cosine:.2f})"
+        )
+    return failed
+
+
+def _misplaced(order: torch.Tensor, thresholds: Thresholds) -> list[tuple[int, int]]:
+    """(layer, the layer that its map's output resembles most) where that is clearly another."""
+    best = order.max(1)
+    clear = best.values - order.diagonal() > thresholds.correlation / 2
+    return [(int(i), int(best.indices[i])) for i in clear.nonzero()[:, 0]]
+
+
+def _dropped(found: Diagnosis, solve: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
+    failed = []
+    for kind in KINDS:
+        solved = at(solve, "r2", kind, "chosen", "holdout")
+        if isinstance(solved, float) and not solved - found.explained[kind] <= thresholds.explained_drop:
+            failed.append(
+                f"{kind}: explained variance {found.explained[kind]:.2f}, {solved:.2f} when it was solved, needed a drop of at "
+                f"most {thresholds.explained_drop:.2f}: the text is unlike the calibration text, or the map is another one"
+            )
+    return failed

@@ -1,0 +1,140 @@
+"""Which source layers each target layer reads.
+
+Ranking uses single-source R2: how much of a target layer one source layer explains alone. It is taken on the holdout
+split, because in-sample R2 misleads where inputs are many. Two rules choose from it: *independent* takes the best k by
+that score; *greedy* adds, one at a time, the layer that helps the ones already chosen most.
+
+Source: Heo et al., arXiv:2608.03893, section 3 (independent ranking); held-out scoring and the greedy rule are kvfit's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from kvfit.fit.solve import ridge
+from kvfit.fit.solve.options import Ranking
+from kvfit.fit.solve.regression import solutions
+from kvfit.fit.solve.system import Reader
+from kvfit.fit.stats.layout import SPLITS, Part
+from kvfit.spec import KINDS, Inputs, Kind, Support
+
+Layers = tuple[int, ...]
+Chosen = dict[Kind, list[Layers]]
+# R2 (len(target_layers),) of some target layers on one ascending set of source layers.
+ScoreOf = Callable[[Layers, list[int]], Sequence[float]]
+
+# Probes need a factor, not a fit: this only keeps nearly collinear heads of one layer from failing.
+PROBE_PENALTY = 1e-3
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Single-source R2 of one kind.
+
+    Attributes:
+        heads: per split, (L_target, L_source, H_target).
+        layers: per split, (L_target, L_source), pooled over all outputs of the target layer.
+        support: whether each target head was predicted from all heads of the source layer or from the matched one.
+        penalty: of the probes.
+    """
+
+    heads: dict[Part, Tensor]
+    layers: dict[Part, Tensor]
+    support: Support
+    penalty: float
+
+
+def probe(
+    reader: Reader,
+    kind: Kind,
+    *,
+    ranking: Ranking = "holdout",
+    support: Support = "full",
+    inputs: Inputs = "same",
+    progress: bool = True,
+) -> Probe:
+    """Single-source R2 of every (target layer, source layer, target head).
+
+    All target layers of one source layer share one factorisation.
+
+    Args:
+        reader: of the store.
+        kind: what is predicted.
+        ranking: ``heo2026`` probes by least squares from the matched head of the same kind, whatever the map reads.
+        support: of the map.
+        inputs: of the map.
+        progress: show a bar.
+    """
+    penalty = PROBE_PENALTY
+    if ranking == "heo2026":
+        support, inputs, penalty = "head", "same", 0.0
+    source, target = reader.store.source, reader.store.target
+    shape = (target.n_layers, source.n_layers, target.n_heads)
+    heads = {split: torch.zeros(*shape, dtype=torch.float64) for split in SPLITS}
+    layers = {split: torch.zeros(*shape[:2], dtype=torch.float64) for split in SPLITS}
+    for layer_index in tqdm(range(source.n_layers), desc=f"probe {kind}", disable=None if progress else True):
+        problem = reader.problem(kind, (layer_index,), range(target.n_layers), support, inputs)
+        for solution in solutions(reader, problem, penalty):
+            rows = list(solution.problem.target_layers)
+            for split, score in solution.scores.items():
+                error, total = (sums.view(len(rows), target.n_heads, -1).sum(2).cpu() for sums in (score.error(), score.total))
+                heads[split][rows, layer_index] = ridge.r2(error, total)
+                layers[split][rows, layer_index] = ridge.r2(error.sum(1), total.sum(1))
+    return Probe(heads, layers, support, penalty)
+
+
+def ranking_scores(probes: dict[Kind, Probe], ranking: Ranking, shared_layers: bool) -> dict[Kind, Tensor]:
+    """The scores (L_target, L_source) that source layers are ranked by, per kind.
+
+    Shared layers are ranked by the mean over kinds; ``heo2026`` by the mean over heads, in sample.
+    """
+    if ranking == "heo2026":
+        scores = {kind: probes[kind].heads["fit"].mean(2) for kind in KINDS}
+    else:
+        scores = {kind: probes[kind].layers["holdout"] for kind in KINDS}
+    return dict.fromkeys(KINDS, (scores["keys"] + scores["values"]) / 2) if shared_layers else scores
+
+
+def rank(scores: Tensor) -> list[list[int]]:
+    """Source layers of each target layer, best first. Scores (L_target, L_source); ties go to the earlier layer."""
+    return [sorted(range(len(row)), key=lambda i: (-row[i], i)) for row in scores.tolist()]
+
+
+def take(ranking: Sequence[Sequence[int]], k: int) -> list[Layers]:
+    """The best k source layers of each target layer, ascending."""
+    return [tuple(sorted(order[:k])) for order in ranking]
+
+
+def greedy(n_source: int, n_target: int, k: int, score: ScoreOf, *, progress: bool = True) -> list[list[int]]:
+    """Forward selection: source layers of each target layer in the order in which they were added.
+
+    All target layers go a step at a time, so that a set which several of them try is factored once.
+
+    Args:
+        n_source: source layers to choose from.
+        n_target: target layers.
+        k: how many to choose.
+        score: called once per step for every distinct set, with the target layers that try it.
+        progress: show a bar.
+    """
+    orders: list[list[int]] = [[] for _ in range(n_target)]
+    for step in range(min(k, n_source)):
+        tried: dict[Layers, list[int]] = defaultdict(list)
+        for target_layer, order in enumerate(orders):
+            for candidate in range(n_source):
+                if candidate not in order:
+                    tried[tuple(sorted([*order, candidate]))].append(target_layer)
+        best: dict[int, tuple[float, int]] = {}
+        for chosen, members in tqdm(tried.items(), desc=f"greedy, layer {step + 1} of {k}", disable=None if progress else True):
+            for target_layer, found in zip(members, score(chosen, members), strict=True):
+                added = next(i for i in chosen if i not in orders[target_layer])
+                best[target_layer] = min(best.get(target_layer, (float("inf"), 0)), (-float(found), added))
+        for target_layer, (_, added) in best.items():
+            orders[target_layer].append(added)
+    return orders

@@ -1,0 +1,267 @@
+"""merge: several stores of one recipe become one, as if one run had seen all their text."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.bundle.strict_json import at
+from kvfit.errors import MismatchError
+from kvfit.fit.stats import digests, moments
+from kvfit.fit.stats.layout import SPLITS, BlockArray, Chunk, Layout, Part
+from kvfit.fit.stats.record import PART_FIELD, Array, Batches, Record, Tokens, first_difference
+from kvfit.fit.stats.store import Store
+from kvfit.fit.stats.writer import StoreWriter, building, publish, sync_tree
+from kvfit.spec import to_json
+
+# Fields of the recipe that say which text was read and in which portions; the numbers of different text add up all the same.
+OF_TEXT = ("text", "options.num_sequences", "options.seed", "batch_size")
+
+
+CHANCE = 2e-6  # of documents, whose digests may meet without being one text: two stores of a million each have one in 280
+
+
+def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
+    """Merge finished stores into a new one at `out`; block by block, so memory stays at a few chunks.
+
+    Each store sums about a shift of its own, so its products are first brought about one common shift, the mean over all
+    parts, which adds the between-shard mean term; see `moments.reshift`. The result does not depend on the order of the
+    paths but for rounding. The merged recipe is the common one, with ``{"merged": [...]}`` where parts differ; its field
+    ``part`` lists the parts'. The merged cursor is what the parts' have in common, with the documents of all of them.
+
+    Args:
+        paths: stores that agree in models, inputs, stats_dtype and, but for the field ``part``, recipe. Where each says which
+            documents it holds, as every capture does, they may be of different text: `OF_TEXT` may differ too.
+        out: must not exist; appears whole or not at all.
+
+    Returns:
+        The merged store.
+
+    Raises:
+        MismatchError: the stores differ in a field, named with both values, or one is given twice, or a document is in two.
+        StoreError: a store is missing, unfinished or damaged, `out` exists, or the disk refuses.
+    """
+    stores = [Store.open(path) for path in paths]
+    if not stores:
+        raise MismatchError("no store to merge; name at least one")
+    known = all(digests.of_cursor(store.record.cursor) for store in stores)
+    _check_alike(stores, OF_TEXT if known else ())
+    _check_documents(stores)
+    common = _common_shift(stores)
+    parts = [_Shifted.of(store, common) for store in stores]
+    records = [store.record for store in stores]
+    place = Path(out)
+    with building(place) as (root, lock):
+        writer = StoreWriter.start_at(root, records[0].layout, _merged_recipe(records), lock)
+        if common:
+            writer.write_shifts({name: shift.numpy() for name, shift in common.items()})
+        for split in SPLITS:
+            if any(part.store.count(split) for part in parts):
+                _merge_split(writer, parts, split)
+        writer.commit(
+            cursor=_merged_cursor(records),
+            tokens=Tokens(*(sum(store.count(split) for store in stores) for split in SPLITS)),
+            batches=_merged_batches(records),
+            buffer_tokens=None,
+            finished=True,
+        )
+        sync_tree(root)
+        publish(root, place)
+    writer.close()
+    return Store.open(place)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """A store and its deltas: its shift less the common one, by name of the shift's array, (2, layers, features)."""
+
+    store: Store
+    delta: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, store: Store, common: Mapping[str, Tensor]) -> _Shifted:
+        if not store.record.live.shift:
+            return cls(store, {})
+        own = {array.name: store.shift(array) for array in store.record.layout.shifts}
+        return cls(store, {name: shift.to(torch.float64) - common[name].to(torch.float64) for name, shift in own.items()})
+
+
+def _common_shift(stores: Sequence[Store]) -> dict[str, Tensor]:
+    """The mean over all tokens of all stores, as float32; empty where no store has a token."""
+    n_tokens = sum(store.count("all") for store in stores)
+    if n_tokens == 0:
+        return {}
+    layout: Layout = stores[0].record.layout
+    common = {}
+    for array, name in zip(layout.shifts, ("source_sum", "target_sum"), strict=True):
+        total = torch.zeros(array.shape, dtype=torch.float64)
+        for store in stores:
+            if store.count("all"):
+                total += (
+                    store.count("all")
+                    / n_tokens
+                    * moments.mean(store.shift(array), store.sums("all", name), store.count("all"))
+                )
+        common[array.name] = total.to(torch.float32)
+    return common
+
+
+def _merge_split(writer: StoreWriter, parts: Sequence[_Shifted], split: Part) -> None:
+    present = [part for part in parts if part.store.count(split)]
+    digests = {array: [""] * len(array.chunks) for array in writer.layout.blocks}
+    for array in writer.layout.blocks:
+        for number, chunk in enumerate(array.chunks):
+            total = torch.zeros(chunk.last - chunk.first, chunk.bottom - chunk.top, array.columns, dtype=torch.float64)
+            for part in present:
+                _add_chunk(total, part, split, array, number, chunk)
+            digests[array][number] = writer.add_to_chunk(split, array, number, total.numpy())
+    writer.end(split, digests, _merged_sums(present, split))
+
+
+def _add_chunk(total: Tensor, part: _Shifted, split: Part, array: BlockArray, number: int, chunk: Chunk) -> None:
+    store, count = part.store, part.store.count(split)
+    stored = store.chunk(split, array, number)
+    right_name = "target" if array.role == "cross" else "source"
+    left_kind, right_kind = array.kind_numbers
+    left_sum, right_sum = store.sums(split, "source_sum")[left_kind], store.sums(split, f"{right_name}_sum")[right_kind]
+    left_delta, right_delta = part.delta["shift/source"][left_kind], part.delta[f"shift/{right_name}"][right_kind]
+    rows = slice(chunk.top, chunk.bottom)
+    for place, pair in enumerate(range(chunk.first, chunk.last)):
+        i, j = array.pairs[pair]
+        products = torch.from_numpy(stored[place, : chunk.bottom - chunk.top].astype("f8"))
+        total[place] += moments.reshift(products, left_sum[i, rows], right_sum[j], count, left_delta[i, rows], right_delta[j])
+
+
+def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
+    totals: dict[str, Tensor] = {}
+    for part in parts:
+        store, count = part.store, part.store.count(split)
+        source, target = store.sums(split, "source_sum"), store.sums(split, "target_sum")
+        square = store.sums(split, "target_square")
+        moved = {
+            "source_sum": moments.reshift_sums(source, count, part.delta["shift/source"]),
+            "target_sum": moments.reshift_sums(target, count, part.delta["shift/target"]),
+            "target_square": moments.reshift_squares(square, target, count, part.delta["shift/target"]),
+        }
+        totals = {name: totals[name] + value if totals else value for name, value in moved.items()}
+    return {name: total.numpy() for name, total in totals.items()}
+
+
+def _check_alike(stores: Sequence[Store], may_differ: Sequence[str]) -> None:
+    """Refuse stores that differ in what their numbers mean, and a part that is there twice.
+
+    Args:
+        stores: to be merged.
+        may_differ: fields of the recipe, where documents are known.
+    """
+    seen: dict[str, Path] = {}
+    for store in stores:
+        # Where documents are known they tell whether text is there twice; a part's number says nothing of another capture's.
+        parts = [] if may_differ else [json.dumps(part, sort_keys=True) for part in _part_list(store.record)]
+        for key in (os.path.realpath(store.path), *parts):
+            if key in seen:
+                raise MismatchError(f"{store.path} and {seen[key]} hold the same part; merge every part once")
+        seen.update(dict.fromkeys((os.path.realpath(store.path), *parts), store.path))
+        first, other = (_comparable(one.record, may_differ) for one in (stores[0], store))
+        difference = first_difference(first, other, "")
+        if difference is not None:
+            field, one, two = difference
+            raise MismatchError(
+                f"{stores[0].path} has {field.lstrip('.')} = {one!r}, {store.path} has {two!r}; only stores that agree merge"
+            )
+
+
+def _check_documents(stores: Sequence[Store]) -> None:
+    """Refuse the same text twice, as far as the stores say what they hold."""
+    seen: dict[str, Path] = {}
+    for store in stores:
+        found = digests.of_cursor(store.record.cursor) or []
+        twice = [number for number, name in enumerate(found) if name in seen]
+        if len(twice) > CHANCE * len(found):
+            raise MismatchError(
+                f"{store.path} and {seen[found[twice[0]]]} hold the same text: found {len(twice)} documents of the former in "
+                f"the latter, first its number {twice[0]}, needed different documents: merge one of the two, or capture other "
+                "text"
+            )
+        seen.update(dict.fromkeys(found, store.path))
+
+
+def _merged_cursor(records: Sequence[Record]) -> dict[str, Any] | None:
+    """What the parts of one capture agree on (where its text ended), and all their documents, if each part says its own."""
+    cursors = [record.cursor for record in records]
+    if not all(isinstance(cursor, Mapping) for cursor in cursors):
+        return None
+    merged = {key: value for key, value in cursors[0].items() if all(cursor.get(key) == value for cursor in cursors)}
+    documents = [digests.of_cursor(cursor) for cursor in cursors]
+    for name in ("captured", "passed"):
+        merged.pop(name, None)
+    if None not in documents:
+        merged["captured"] = "".join(sorted(name for found in documents for name in found or ()))
+    return merged
+
+
+def _comparable(record: Record, may_differ: Sequence[str]) -> dict[str, Any]:
+    recipe = {name: value for name, value in record.recipe.items() if name != PART_FIELD}
+    for field in may_differ:
+        recipe = _with(recipe, field, None)
+    models = {"source": to_json(record.source), "target": to_json(record.target)}
+    return {**models, "inputs": record.inputs, "stats_dtype": record.stats_dtype, "recipe": recipe}
+
+
+def _with(recipe: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """A recipe with another value in a field; unchanged where it has no such field."""
+    name, _, rest = field.partition(".")
+    if name not in recipe or (rest and not isinstance(recipe[name], Mapping)):
+        return dict(recipe)
+    return {**recipe, name: _with(recipe[name], rest, value) if rest else value}
+
+
+def _part_list(record: Record) -> list[Any]:
+    """The parts in a store: what its recipe's field says, those of a merge one by one; none where it says nothing."""
+    part = record.recipe.get(PART_FIELD)
+    return [] if part is None else _unmerged(part)
+
+
+def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
+    """The common recipe, in an order of its own where parts differ, so that the order of the paths leaves no trace.
+
+    Sequences add up over captures. The parts of one `torchrun` say how many all of them made, so they belong into one merge: in
+    two, one after the other, they are counted twice.
+    """
+    recipe = {name: value for name, value in records[0].recipe.items() if name != PART_FIELD}
+    # Captures of one text and options, by how often the same part of them is there.
+    captures: dict[str, list[Record]] = {}
+    for record in records:
+        captures.setdefault(json.dumps([at(record.recipe, *field.split(".")) for field in OF_TEXT], sort_keys=True), []).append(
+            record
+        )
+    counts = []
+    for same in captures.values():
+        parts = [json.dumps(part, sort_keys=True) for record in same for part in _part_list(record)]
+        counts += [at(same[0].recipe, "options", "num_sequences")] * max((parts.count(part) for part in parts), default=1)
+    if len(counts) > 1 and all(type(count) is int for count in counts):
+        recipe = _with(recipe, "options.num_sequences", sum(counts))
+    for field in OF_TEXT:
+        values = [value for same in captures.values() for value in _unmerged(at(same[0].recipe, *field.split(".")))]
+        different = {json.dumps(value, sort_keys=True): value for value in values}
+        if field != "options.num_sequences" and len(different) > 1:
+            recipe = _with(recipe, field, {"merged": [different[key] for key in sorted(different)]})
+    parts = [part for record in records for part in _part_list(record)]
+    return {**recipe, PART_FIELD: {"merged": sorted(parts, key=lambda part: json.dumps(part, sort_keys=True))}}
+
+
+def _unmerged(value: Any) -> list[Any]:
+    return list(value["merged"]) if isinstance(value, Mapping) and set(value) == {"merged"} else [value]
+
+
+def _merged_batches(records: Sequence[Record]) -> Batches:
+    seen = sum(record.batches.seen for record in records)
+    quarantined = sum(record.batches.quarantined for record in records)
+    return Batches(seen, quarantined, next((r.batches.first for r in records if r.batches.first is not None), None))

@@ -1,0 +1,233 @@
+"""The commit record and the chunk files it vouches for.
+
+A chunk file holds the numbers of one Zarr chunk and nothing else, so it is read and written here rather than through Zarr:
+one pass gives the bytes, their digest and the fsync, and the bytes that were checked are the bytes that are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfit.bundle.files import sync_folder
+from kvfit.errors import StoreError
+from kvfit.fit.stats.layout import SPLITS, BlockArray, Generation, Layout, Part, StatsDtype, VectorArray, array_path
+from kvfit.spec import Inputs, Kind, ModelSpec, SpecError, from_json, to_json
+
+FORMAT_VERSION = 1
+RECORD_NAME = "commit.json"
+PART_FIELD = "part"  # the recipe's field that tells which portion of the text a store saw
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens in the sums of each split."""
+
+    fit: int
+    holdout: int
+
+
+@dataclass(frozen=True)
+class BadValue:
+    """Where the first value that is not finite was seen."""
+
+    model: str
+    kind: Kind
+    layer_index: int
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches that were given, and how many of them were set aside."""
+
+    seen: int
+    quarantined: int
+    first: BadValue | None
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the arrays' live generation is; None for a split without a token."""
+
+    shift: bool
+    fit: Generation | None
+    holdout: Generation | None
+
+    def of(self, split: Part) -> Generation | None:
+        """The live generation of a split."""
+        return self.fit if split == "fit" else self.holdout
+
+
+@dataclass(frozen=True)
+class Record:
+    """One commit: all that makes a store readable, and what its capture continues from."""
+
+    format_version: int
+    kvfit_version: str
+    commit: int
+    finished: bool
+    cursor: Any
+    source: ModelSpec
+    target: ModelSpec
+    inputs: Inputs
+    stats_dtype: StatsDtype
+    recipe: dict[str, Any]
+    buffer_tokens: int | None
+    tokens: Tokens
+    batches: Batches
+    live: Live
+    digests: dict[str, tuple[str, ...]]
+
+    @property
+    def layout(self) -> Layout:
+        """The arrays of the store."""
+        return Layout(self.source, self.target, self.inputs, self.stats_dtype)
+
+    def live_arrays(self) -> dict[str, BlockArray | VectorArray]:
+        """The live arrays by path."""
+        layout = self.layout
+        found: dict[str, BlockArray | VectorArray] = {a.name: a for a in layout.shifts} if self.live.shift else {}
+        for split in SPLITS:
+            generation = self.live.of(split)
+            if generation is not None:
+                found.update({array_path(split, generation, a): a for a in layout.arrays})
+        return found
+
+
+def read_record(root: Path) -> Record:
+    """The commit record of a store.
+
+    Raises:
+        StoreError: no store there, a damaged record, or a newer format.
+    """
+    path = root / RECORD_NAME
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        what = "has no commit.json, so it is not a kvfit store" if root.is_dir() else "does not exist"
+        raise StoreError(f"{root} {what}; make one with: kvfit capture SOURCE TARGET --out {root}") from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    try:
+        outer = json.loads(raw)
+        version = outer["record"]["format_version"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise StoreError(f"{path} is damaged: it is not a commit record; capture again or restore the file") from None
+    if type(version) is int and version > FORMAT_VERSION:
+        writer = outer["record"].get("kvfit_version")
+        raise StoreError(f"{path} has format version {version}; this kvfit reads {FORMAT_VERSION}; update to kvfit {writer}")
+    if set(outer) != {"digest", "record"} or outer["digest"] != _record_digest(outer["record"]):
+        raise StoreError(f"{path} is damaged: its content does not match its digest; capture again or restore the file")
+    try:
+        return _parse(outer["record"])
+    except SpecError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+
+
+def write_record(root: Path, record: Record) -> None:
+    """Make a commit: after this the record is what the store is, also when the power fails.
+
+    Raises:
+        OSError: the disk refused; the record before still stands.
+    """
+    value = {field.name: to_json(getattr(record, field.name)) for field in dataclasses.fields(record)}
+    value["digests"] = {path: list(digests) for path, digests in record.digests.items()}
+    partial = root / f"{RECORD_NAME}.partial"
+    with partial.open("wb") as file:
+        file.write(json.dumps({"digest": _record_digest(value), "record": value}).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, root / RECORD_NAME)
+    sync_folder(root)
+
+
+def write_chunk(path: Path, numbers: Array) -> str:
+    """Write one chunk file, wait until it is on the disk, and give its digest."""
+    data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_chunk(root: Path, array_path: str, array: BlockArray | VectorArray, number: int, digest: str) -> Array:
+    """One chunk, checked against its digest; shape is the array's chunk shape, read-only.
+
+    Raises:
+        StoreError: missing, of another length, or altered; names array and chunk.
+    """
+    chunk = array.chunks[number]
+    place = f"{root}: chunk {chunk.key} of {array_path}"
+    try:
+        data = (root / array_path / chunk.key).read_bytes()
+    except FileNotFoundError:
+        raise StoreError(f"{place} is missing; the store is incomplete, restore it or capture again") from None
+    except OSError as error:
+        raise StoreError(f"{place} cannot be read: {error}") from error
+    if len(data) != array.chunk_bytes:
+        raise StoreError(f"{place} has {len(data)} bytes, needs {array.chunk_bytes}; restore it or capture again")
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise StoreError(f"{place} does not match its digest; the file was altered, restore it or capture again")
+    return np.frombuffer(data, dtype=np.dtype(array.dtype).newbyteorder("<")).reshape(array.chunk_shape)
+
+
+def first_difference(stored: Any, given: Any, field: str = "recipe") -> tuple[str, Any, Any] | None:
+    """Where two JSON values differ first: dotted path, stored value, given value. A missing value is ``<nothing>``."""
+    if isinstance(stored, Mapping) and isinstance(given, Mapping):
+        for key in [*stored, *(key for key in given if key not in stored)]:
+            found = first_difference(stored.get(key, "<nothing>"), given.get(key, "<nothing>"), f"{field}.{key}")
+            if found is not None:
+                return found
+        return None
+    if isinstance(stored, list) and isinstance(given, list) and len(stored) == len(given):
+        for index, (one, other) in enumerate(zip(stored, given, strict=True)):
+            found = first_difference(one, other, f"{field}[{index}]")
+            if found is not None:
+                return found
+        return None
+    return None if stored == given and type(stored) is type(given) else (field, stored, given)
+
+
+def _record_digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _parse(value: Any) -> Record:
+    names = [field.name for field in dataclasses.fields(Record)]
+    if not isinstance(value, Mapping) or set(value) != set(names):
+        odd = sorted(set(value) ^ set(names)) if isinstance(value, Mapping) else ["<top>"]
+        raise SpecError(odd[0], "an unknown or missing key", "exactly " + ", ".join(names))
+    hints: dict[str, Any] = {
+        "format_version": int, "kvfit_version": str, "commit": int, "finished": bool, "source": ModelSpec, "target": ModelSpec,
+        "inputs": Inputs, "stats_dtype": StatsDtype, "recipe": dict, "buffer_tokens": int | None, "tokens": Tokens,
+        "batches": Batches, "live": Live, "digests": dict,
+    }  # fmt: skip
+    read: dict[str, Any] = {name: from_json(hint, value[name], name) for name, hint in hints.items()}
+    record = Record(cursor=value["cursor"], **read)
+    for split in SPLITS:
+        n_tokens = getattr(record.tokens, split)
+        if n_tokens < 0 or (n_tokens > 0) != (record.live.of(split) is not None) or (n_tokens > 0) > record.live.shift:
+            raise SpecError(
+                f"live.{split}", f"{record.live.of(split)} with {n_tokens} tokens", "a generation if and only if tokens"
+            )
+    digests = {path: tuple(entries) for path, entries in record.digests.items() if isinstance(entries, list)}
+    arrays = record.live_arrays()
+    odd = sorted(set(record.digests) ^ set(arrays))
+    if odd:
+        raise SpecError(f"digests.{odd[0]}", "an unknown or missing array", "exactly the live ones")
+    for path, array in arrays.items():
+        if len(digests.get(path, ())) != len(array.chunks):
+            raise SpecError(f"digests.{path}", f"{len(digests.get(path, ()))} digests", f"{len(array.chunks)}")
+    return dataclasses.replace(record, digests=digests)

@@ -1,0 +1,171 @@
+"""BlockUpdater: every block of a split brought up to date from rows of activations, products and disk side by side."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.fit.stats import moments
+from kvfit.fit.stats.layout import BlockArray, Layout, Part
+from kvfit.fit.stats.writer import StoreWriter
+from kvfit.spec import Kind
+
+UNIT_NUMBERS = 8 * 2**20  # numbers of the float64 blocks that are summed at a time: 64 MiB
+SLOTS = 3  # one is being summed, one is being written, one waits
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Room for the sums of one unit, kept and used again: fresh memory of this size costs a tenth of the products.
+
+    Attributes:
+        total: where they are summed, float64, on the device of the rows.
+        host: the same on the host; the same memory where the rows are there.
+        copied: on a graphics card, done when `total` has arrived in `host`.
+    """
+
+    total: Tensor
+    host: Tensor
+    copied: Any | None
+
+
+class BlockUpdater:
+    """Multiplies on the calling thread and reads, hashes and writes chunks on another.
+
+    Nothing but finished blocks crosses from a graphics card to the host, while the next are being summed. Every chunk is
+    written by one thread once, so the bits do not depend on who is faster.
+
+    Attributes:
+        product_seconds: time in matrix products; on a graphics card, in starting them.
+        wait_seconds: time in which they had to wait for the disk.
+    """
+
+    def __init__(self, writer: StoreWriter) -> None:
+        self.product_seconds = 0.0
+        self.wait_seconds = 0.0
+        self._writer = writer
+        self._units = [(array, numbers) for array in writer.layout.blocks for numbers in units(array)]
+        self._slots: SimpleQueue[_Slot] = SimpleQueue()
+        self._product: Tensor | None = None
+
+    def update(self, split: Part, rows: Mapping[Kind, Tensor]) -> dict[BlockArray, list[str]]:
+        """Add the products of some rows to every block of a split.
+
+        Args:
+            split: whose blocks.
+            rows: per kind, (N, source and target features) float32, shifted.
+
+        Returns:
+            The digests of the chunks that were written, per array, for `StoreWriter.end`.
+
+        Raises:
+            StoreError: a stored chunk is missing or altered.
+            OSError: the disk refuses.
+        """
+        self._allocate(rows["keys"].device)
+        digests = {array: [""] * len(array.chunks) for array in self._writer.layout.blocks}
+        waiting: deque[Future[None]] = deque()
+        with ThreadPoolExecutor(1, "kvfit-store") as pool:
+            for array, numbers in self._units:
+                slot = self._free_slot(waiting)
+                total = self._sum(slot, array, numbers, rows)
+                waiting.append(pool.submit(self._store, split, array, numbers, slot, total, digests[array]))
+            started = time.perf_counter()
+            for future in waiting:
+                future.result()
+            self.wait_seconds += time.perf_counter() - started
+        return digests
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._slots, self._product = SimpleQueue(), None
+
+    def _allocate(self, device: torch.device) -> None:
+        if self._product is not None:
+            return
+        largest = max(_numbers(array, numbers) for array, numbers in self._units)
+        self._product = torch.empty(largest, dtype=torch.float32, device=device)
+        cuda = device.type == "cuda"
+        for _ in range(SLOTS):
+            total = torch.empty(largest, dtype=torch.float64, device=device)
+            host = total if device.type == "cpu" else torch.empty(largest, dtype=torch.float64, pin_memory=cuda)
+            self._slots.put(_Slot(total, host, torch.cuda.Event() if cuda else None))  # type: ignore[no-untyped-call]
+
+    def _free_slot(self, waiting: deque[Future[None]]) -> _Slot:
+        started = time.perf_counter()
+        while waiting and waiting[0].done():
+            waiting.popleft().result()  # an error of the disk ends the update here
+        slot = self._slots.get()
+        self.wait_seconds += time.perf_counter() - started
+        return slot
+
+    def _sum(self, slot: _Slot, array: BlockArray, numbers: range, rows: Mapping[Kind, Tensor]) -> Tensor:
+        """Sums of products of the pairs of some consecutive chunks, (pairs, rows, columns) float64 on the host."""
+        started = time.perf_counter()
+        first, last, top, bottom = _extent(array, numbers)
+        shape, count = (last - first, bottom - top, array.columns), _numbers(array, numbers)
+        total = slot.total[:count].view(shape)
+        offset = 0 if array.role == "source" else self._writer.layout.widths[0]
+        pair = first
+        while pair < last:  # one product for all right-hand blocks of a left-hand one
+            left, right = array.pairs[pair]
+            n_pairs = min(last - pair, array.n_right - right)
+            begin = offset + right * array.columns
+            moments.sum_products(
+                total[pair - first : pair - first + n_pairs],
+                rows[array.kinds[0]][:, left * array.rows + top : left * array.rows + bottom],
+                rows[array.kinds[1]][:, begin : begin + n_pairs * array.columns],
+                scratch=self._product,
+            )
+            pair += n_pairs
+        if slot.host is not slot.total:
+            slot.host[:count].copy_(slot.total[:count], non_blocking=True)
+        if slot.copied is not None:
+            slot.copied.record()
+        self.product_seconds += time.perf_counter() - started
+        return slot.host[:count].view(shape)
+
+    def _store(self, split: Part, array: BlockArray, numbers: range, slot: _Slot, total: Tensor, digests: list[str]) -> None:
+        try:
+            if slot.copied is not None:
+                slot.copied.synchronize()
+            first = array.chunks[numbers[0]].first
+            for number in numbers:
+                chunk = array.chunks[number]
+                addition = total[chunk.first - first : chunk.last - first].numpy()
+                digests[number] = self._writer.add_to_chunk(split, array, number, addition)
+        finally:
+            self._slots.put(slot)
+
+
+def working_bytes(layout: Layout) -> int:
+    """Memory that updating the blocks of a store takes, whatever the number of tokens, and writing them."""
+    largest = max(_numbers(array, numbers) for array in layout.blocks for numbers in units(array))
+    # Sums in float64, one product in float32; a chunk as it is read and as it will be written.
+    return largest * (8 * SLOTS + 4) + 2 * max(array.chunk_bytes for array in layout.blocks)
+
+
+def units(array: BlockArray) -> Iterator[range]:
+    """Runs of consecutive chunks that are summed at a time, each within `UNIT_NUMBERS` or a single chunk."""
+    deep, high, columns = array.chunk_shape
+    at_once = max(1, UNIT_NUMBERS // (deep * high * columns)) if high >= array.rows else 1
+    for start in range(0, len(array.chunks), at_once):
+        yield range(start, min(start + at_once, len(array.chunks)))
+
+
+def _extent(array: BlockArray, numbers: range) -> tuple[int, int, int, int]:
+    chunks = [array.chunks[number] for number in numbers]
+    return chunks[0].first, chunks[-1].last, chunks[0].top, chunks[-1].bottom
+
+
+def _numbers(array: BlockArray, numbers: range) -> int:
+    first, last, top, bottom = _extent(array, numbers)
+    return (last - first) * (bottom - top) * array.columns

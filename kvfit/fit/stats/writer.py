@@ -1,0 +1,277 @@
+"""StoreWriter: locks a store, writes chunks to the generation that is not live, and commits.
+
+It knows chunks and transactions and nothing of activations; `accumulate` and `merge` are its two users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvfit import __version__
+from kvfit.bundle.files import sync_folder
+from kvfit.errors import StoreError
+from kvfit.fit.stats.layout import SPLITS, BlockArray, Generation, Layout, Part, VectorArray, array_path, create_arrays
+from kvfit.fit.stats.record import (
+    FORMAT_VERSION,
+    Array,
+    Batches,
+    Live,
+    Record,
+    Tokens,
+    read_chunk,
+    read_record,
+    write_chunk,
+    write_record,
+)  # fmt: skip
+
+LOCK_NAME = "lock"
+
+
+class StoreWriter:
+    """An open, locked store whose statistics change by whole commits.
+
+    Attributes:
+        root: the store's folder.
+        record: the last commit.
+        disk_seconds: time spent in reading, hashing and writing chunks.
+        disk_processor_seconds: of that, what a processor was busy with it and not the disk.
+        disk_bytes: bytes of chunks written.
+    """
+
+    def __init__(self, root: Path, record: Record, lock: int) -> None:
+        self.root = root
+        self.record = record
+        self.layout = record.layout
+        self.disk_seconds = 0.0
+        self.disk_processor_seconds = 0.0
+        self.disk_bytes = 0
+        self._lock: int | None = lock
+        # Where each split's current numbers are: the live generation, or the other one once it was rewritten.
+        self._current: dict[Part, Generation | None] = {split: record.live.of(split) for split in SPLITS}
+        self._unsynced: set[str] = set()  # folders of arrays with a file whose name may not be on the disk yet
+        self._digests: dict[str, list[str]] = {path: list(digests) for path, digests in record.digests.items()}
+
+    @classmethod
+    def create(cls, path: Path, layout: Layout, recipe: dict[str, Any]) -> StoreWriter:
+        """A new, empty, committed store at `path`, built beside it and renamed.
+
+        Raises:
+            StoreError: something is there already, another process is making it, or the disk refuses.
+        """
+        with building(path) as (root, lock):
+            writer = cls.start_at(root, layout, recipe, lock)
+            sync_tree(root)
+            publish(root, path)
+            writer.root = path
+        return writer
+
+    @classmethod
+    def start_at(cls, root: Path, layout: Layout, recipe: dict[str, Any], lock: int) -> StoreWriter:
+        """An empty, committed store in a folder that `building` gave and `publish` will rename."""
+        create_arrays(root, layout)
+        record = empty_record(layout, recipe)
+        write_record(root, record)
+        return cls(root, record, lock)
+
+    @classmethod
+    def open(cls, path: Path) -> StoreWriter:
+        """Lock an existing store and delete what no commit names.
+
+        Raises:
+            StoreError: no store, a damaged record, or another process writes it.
+        """
+        read_record(path)  # says by name what is wrong before a lock file appears in a folder that is no store
+        lock = take_lock(path, path)
+        try:
+            writer = cls(path, read_record(path), lock)
+            for name in path.glob("*.partial"):
+                name.unlink()
+            writer.drop_dead()
+        except BaseException:
+            os.close(lock)
+            raise
+        return writer
+
+    def pending(self, split: Part) -> Generation:
+        """The generation that a split's new numbers go to."""
+        return "b" if self.record.live.of(split) == "a" else "a"
+
+    def add_to_chunk(self, split: Part, array: BlockArray, number: int, addition: Array) -> str:
+        """Write ``current + addition`` of one chunk to the pending generation and give its digest.
+
+        Args:
+            addition: (pairs of the chunk, its rows, columns) float64.
+        """
+        started, busy = time.perf_counter(), time.thread_time()
+        chunk, current = array.chunks[number], self._current[split]
+        numbers = np.zeros(array.chunk_shape, np.dtype(array.dtype).newbyteorder("<"))
+        inside = numbers[: chunk.last - chunk.first, : chunk.bottom - chunk.top]
+        if current is None:
+            inside[...] = addition
+        else:
+            path = array_path(split, current, array)
+            stored = read_chunk(self.root, path, array, number, self._digests[path][number])
+            inside[...] = stored[: inside.shape[0], : inside.shape[1]] + addition
+        digest = self._write(array_path(split, self.pending(split), array), chunk.key, numbers)
+        self.disk_bytes += numbers.nbytes
+        self.disk_seconds += time.perf_counter() - started
+        self.disk_processor_seconds += time.thread_time() - busy
+        return digest
+
+    def end(self, split: Part, digests: dict[BlockArray, list[str]], sums: dict[str, Array]) -> None:
+        """Take a rewritten split as current: its blocks' digests, and its small arrays by name."""
+        generation = self.pending(split)
+        for array, found in digests.items():
+            self._digests[array_path(split, generation, array)] = found
+        for small in self.layout.sums:
+            path = array_path(split, generation, small)
+            self._digests[path] = [self.write_vector(path, small, sums[small.name])]
+        self._current[split] = generation
+
+    def write_vector(self, path: str, array: VectorArray, numbers: Array) -> str:
+        """Write one small array and give its digest."""
+        data = np.ascontiguousarray(numbers, np.dtype(array.dtype).newbyteorder("<"))
+        return self._write(path, array.chunks[0].key, data)
+
+    def write_shifts(self, shifts: dict[str, Array]) -> None:
+        """Write the shifts by name. Only before the commit that names them first."""
+        for array in self.layout.shifts:
+            self._digests[array.name] = [self.write_vector(array.name, array, shifts[array.name])]
+
+    def read_vector(self, path: str, array: VectorArray) -> Array:
+        """A small array as it is now, writable."""
+        return read_chunk(self.root, path, array, 0, self._digests[path][0]).copy()
+
+    def commit(self, *, cursor: Any, tokens: Tokens, batches: Batches, buffer_tokens: int | None, finished: bool) -> None:
+        """Make everything written since the last commit live, at once, for good."""
+        live = Live(self.layout.shifts[0].name in self._digests, self._current["fit"], self._current["holdout"])
+        record = dataclasses.replace(
+            self.record, kvfit_version=__version__, commit=self.record.commit + 1, finished=finished, cursor=cursor,
+            buffer_tokens=buffer_tokens, tokens=tokens, batches=batches, live=live,
+        )  # fmt: skip
+        named = record.live_arrays()
+        record = dataclasses.replace(record, digests={path: tuple(self._digests[path]) for path in named})
+        for path in sorted(self._unsynced):
+            sync_folder(self.root / path)
+        self._unsynced.clear()
+        write_record(self.root, record)
+        self.record = record
+        self._digests = {path: self._digests[path] for path in named}
+        if finished:
+            self.drop_dead()
+
+    def drop_dead(self) -> None:
+        """Delete chunk files that the last commit does not name."""
+        live = self.record.live_arrays()
+        for path, _ in self.layout.paths():
+            if path not in live:
+                for file in (self.root / path).glob("c.*"):
+                    file.unlink()
+
+    def _write(self, path: str, key: str, numbers: Array) -> str:
+        file = self.root / path / key
+        if not file.exists():
+            self._unsynced.add(path)
+        return write_chunk(file, numbers)
+
+    def close(self) -> None:
+        """Let go of the lock. What was not committed is gone."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def empty_record(layout: Layout, recipe: dict[str, Any]) -> Record:
+    """Commit 0: no token yet."""
+    return Record(
+        format_version=FORMAT_VERSION, kvfit_version=__version__, commit=0, finished=False, cursor=None, source=layout.source,
+        target=layout.target, inputs=layout.inputs, stats_dtype=layout.stats_dtype, recipe=recipe, buffer_tokens=None,
+        tokens=Tokens(0, 0), batches=Batches(0, 0, None), live=Live(False, None, None), digests={},
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def building(path: Path) -> Iterator[tuple[Path, int]]:
+    """A locked, empty folder beside `path` to build a store in; on an error the folder is deleted and the lock let go.
+
+    Raises:
+        StoreError: `path` exists, or another process is building it.
+    """
+    if path.exists():
+        raise StoreError(f"{path} exists; continue it with --resume, or choose another --out")
+    root = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be created: {error}") from error
+    lock = take_lock(root, path)
+    try:
+        for name in root.iterdir():  # left by a process that was killed here
+            if name.name != LOCK_NAME:
+                shutil.rmtree(name) if name.is_dir() else name.unlink()
+        yield root, lock
+    except BaseException as error:
+        shutil.rmtree(root, ignore_errors=True)
+        os.close(lock)
+        if isinstance(error, OSError):
+            raise StoreError(f"{path} cannot be written: {error}; free space or choose another --out") from error
+        raise
+
+
+def publish(root: Path, path: Path) -> None:
+    """Rename a built store to its place.
+
+    Raises:
+        StoreError: something appeared there meanwhile.
+    """
+    if path.exists():
+        raise StoreError(f"{path} appeared while it was being made; choose another --out")
+    os.rename(root, path)
+    sync_folder(path.parent)
+
+
+def take_lock(root: Path, path: Path) -> int:
+    """The exclusive lock of a store, as an open file handle; closing it, or dying, lets go.
+
+    Args:
+        root: the folder to lock, which may be where the store is being built.
+        path: the store, as its user knows it.
+
+    Raises:
+        StoreError: another process has it, or this system has no file locks.
+    """
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover
+        raise StoreError("writing a store needs POSIX file locks; capture on Linux or macOS") from None
+    try:
+        handle = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be locked: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise StoreError(f"{path} is being written by another process; wait for it or choose another --out") from None
+        raise StoreError(f"{path} cannot be locked: {error}; use a file system with flock") from error
+    return handle
+
+
+def sync_tree(root: Path) -> None:
+    """Put a whole folder on the disk."""
+    for folder, _, files in os.walk(root):
+        for name in files:
+            with open(os.path.join(folder, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(folder))

@@ -1,0 +1,212 @@
+"""The verb `push`: publish a bundle to the Hub or to a folder, whole or not at all.
+
+Everything is validated first; then one commit; then, once every file is seen there with its digest, the tag. A version
+is never overwritten, and pushing the same bundle again changes nothing and succeeds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvfit.bundle.bundle import Bundle
+from kvfit.bundle.files import require_writable, whole_folder, write_file
+from kvfit.errors import BundleError, GateError, MismatchError, OptionError, RefError
+from kvfit.hub.refs import is_path, is_repository, is_tag, next_version, published_versions
+from kvfit.hub.registry import entry_file, make_entry, render_entry
+from kvfit.hub.release import Published, Release, Status
+from kvfit.hub.repository import Repository
+
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What `push` did.
+
+    Attributes:
+        to: the repository or the folder.
+        status: ``pushed``; ``unchanged``: all of it was there already; ``proposed``: a pull request was opened; ``checked``: it
+            was a dry run.
+        tag: the version, None where none was asked for.
+        commit: the commit that holds it, None for a folder.
+        url: where to look at it.
+        next_version: the tag that the next version would get.
+        weights_digest: of the bundle.
+        files: how many files the bundle has.
+        nbytes: their bytes.
+        changed: names of the files that were, or in a dry run would be, added, replaced or removed.
+        registry: the registry file that was written.
+    """
+
+    to: str
+    status: Status
+    tag: str | None
+    commit: str | None
+    url: str
+    next_version: str
+    weights_digest: str
+    files: int
+    nbytes: int
+    changed: tuple[str, ...]
+    registry: str | None = None
+
+    def __str__(self) -> str:
+        at = f"{self.to}@{self.tag}" if self.tag else self.to
+        size = f"{self.files} files, {self.nbytes / 1e6:.1f} MB"
+        text = {
+            "pushed": f"pushed {at} ({size})",
+            "unchanged": f"{at} already holds this bundle ({size})",
+            "proposed": f"opened {self.url} ({size})",
+            "checked": f"{at} would change {len(self.changed)} of {size}",
+        }[self.status]
+        return text if self.tag else f"{text}; no version was made, the next is --tag {self.next_version}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self) | {"changed": list(self.changed)}
+
+
+def push(
+    folder: str | Path,
+    to: str | Path,
+    *,
+    tag: str | None = None,
+    private: bool = False,
+    create_pr: bool = False,
+    dry_run: bool = False,
+    registry: str | Path | None = None,
+    license: str | None = None,
+    require: Literal["pass", "any"] = "pass",
+) -> PushResult:
+    """Publish a bundle.
+
+    Args:
+        folder: the bundle; it is not changed.
+        to: ``org/name`` on the Hub, made if it is not there; or a folder (``./name``, ``/name``), where each
+            version gets a subfolder.
+        tag: the version, such as ``v1``. Without one, a repository gets a commit only, and a folder gets the next version.
+        private: make a new repository private.
+        create_pr: open a pull request instead of committing.
+        dry_run: check everything and change nothing.
+        registry: the folder to write the registry's entry to, made if it is not there: a checkout's, to be proposed, or one's
+            own, for ``load_mapper(registry=...)``.
+        license: licence id for the card, such as ``apache-2.0``.
+        require: ``any`` publishes a bundle whose evaluation failed.
+
+    Raises:
+        BundleError: the bundle or its card is not fit to be published, or what arrived is not what was sent.
+        GateError: the evaluation failed and `require` is ``pass``.
+        OptionError: an option that cannot be, or two that exclude each other.
+        MismatchError: the version exists with other content, somebody else pushed meanwhile, or the place holds something else.
+        RefError: the repository cannot be reached or written; says why.
+    """
+    name = str(to)
+    local = isinstance(to, Path) or is_path(name) or (name != "" and Path(name).is_dir() and not is_repository(name))
+    if not local and not is_repository(name):
+        raise RefError(f"push: found --to {name!r}, needed org/name or a folder such as ./name")
+    if tag is not None and not is_tag(tag):
+        raise OptionError(f"--tag: found {tag!r}, needed letters, digits, '.', '_' and '-', such as v1")
+    if create_pr and (tag is not None or registry is not None or local):
+        raise OptionError(
+            "push: a pull request is no version yet, needed no tag, registry or folder with --create-pr; tag once merged"
+        )
+    if registry is not None and tag is None and not local:
+        raise OptionError("push: a registry entry needs a version, found no tag; add --tag v1 or the next one")
+    if license is not None and _LICENSE.fullmatch(license) is None:
+        raise OptionError(f"--license: found {license!r}, needed an id of the Hub's list such as apache-2.0, or other")
+    home = _registry_home(registry, Path(name) if local else None)
+    release = Release.of(folder, ref=None if local else name, license=license)
+    if release.bundle.verdict == "fail" and require == "pass":
+        raise GateError(f"bundle {folder}: its evaluation failed; improve it, or publish it anyway with --any (require='any')")
+    if local:
+        published = _publish_folder(release, Path(name).expanduser(), tag, dry_run)
+    else:
+        published = Repository(name).publish(release, tag, private, create_pr, dry_run)
+    result = PushResult(
+        to=name,
+        status=published.status,
+        tag=published.tag,
+        commit=published.commit,
+        url=published.url,
+        next_version=next_version(list(published.tags)),
+        weights_digest=release.bundle.weights_digest,
+        files=len(release.files),
+        nbytes=release.nbytes,
+        changed=published.changed,
+    )
+    return result if home is None or dry_run else _register(result, release, home, local)
+
+
+def _registry_home(registry: str | Path | None, folder: Path | None) -> Path | None:
+    if registry is None:
+        return None
+    home = Path(registry)
+    if home.exists() and not home.is_dir():
+        raise RefError(f"registry {home}: found a file, needed a folder or a new name")
+    require_writable(home / "entry.toml")
+    if folder is not None and os.path.realpath(folder.parent) != os.path.realpath(home):
+        raise MismatchError(f"push: found --to {folder}, needed a folder inside the registry {home}, or a repository")
+    return home
+
+
+def _register(result: PushResult, release: Release, home: Path, local: bool) -> PushResult:
+    place = {"folder": Path(result.to).name} if local else {"repo": result.to}
+    entry = make_entry(release.bundle, revision=str(result.tag), commit=result.commit, license=release.license, **place)
+    path = home / entry_file(entry)
+    home.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_entry(entry), encoding="utf-8")
+    return PushResult(**(asdict(result) | {"registry": str(path)}))
+
+
+# -- a folder --------------------------------------------------------------------------------------------------
+
+
+def _publish_folder(release: Release, home: Path, tag: str | None, dry_run: bool) -> Published:
+    if (home / "mapper.json").exists() or (home.exists() and not home.is_dir()):
+        raise MismatchError(f"push: {home} is itself a bundle or a file, needed a folder that holds one subfolder per version")
+    tags = published_versions(home) if home.is_dir() else []
+    if tag is None:
+        last = tags[-1] if tags else None
+        tag = last if last is not None and _same_folder(release, home / last) else next_version(tags)
+    changed: tuple[str, ...] = ()
+    if not os.path.lexists(home / tag):
+        changed = tuple(file.name for file in release.files)
+        if not dry_run:
+            _copy(release, home / tag)
+    if os.path.lexists(home / tag) and not _same_folder(release, home / tag):
+        raise MismatchError(
+            f"push: version {tag} exists in {home} with other content, and versions never change;"
+            f" use --tag {next_version(tags)}"
+        )
+    status: Status = "checked" if dry_run else "pushed" if changed else "unchanged"
+    return Published(status, tag, None, str(home / tag), (*tags, tag), changed)
+
+
+def _copy(release: Release, destination: Path) -> None:
+    try:
+        with whole_folder(destination) as temporary:
+            for file in release.files:
+                if isinstance(file.content, bytes):
+                    write_file(temporary / file.name, file.content)
+                else:
+                    shutil.copyfile(file.content, temporary / file.name)
+                    _sync_file(temporary / file.name)
+            Bundle.open(temporary)  # what arrived has its digests
+    except BundleError:
+        if not os.path.lexists(destination):
+            raise
+        # Somebody else made the version meanwhile; whether it is the same is looked at next.
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _same_folder(release: Release, folder: Path) -> bool:
+    return dict(Bundle.open(folder).digests) == release.digests

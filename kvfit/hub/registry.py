@@ -1,0 +1,301 @@
+"""The registry: one TOML file per published mapper, shipped with kvfit.
+
+The files are described in ``docs/reference/registry.md``. An entry pins a mapper by commit and by the digest of its
+weights, so that what is loaded through the registry is what was registered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvfit.bundle.bundle import Bundle
+from kvfit.errors import BundleError, RefError
+from kvfit.hub.refs import is_repository, is_tag, split_ref
+from kvfit.spec import FORMAT_VERSION, KINDS, SpecError, from_json
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCHEMA = 1
+SCORES = ("share_of_gap", "kl", "top1", "recall")
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
+_OPTIONAL = ("repo", "folder", "commit")
+
+
+@dataclass(frozen=True)
+class ModelPin:
+    """One model of a pair: ref, commit hash (empty for none), and what family it is of."""
+
+    ref: str
+    revision: str
+    family: str
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    schema: int
+    repo: str | None
+    folder: str | None
+    revision: str
+    commit: str | None
+    format_version: int
+    weights_digest: str
+    nbytes: int
+    license: str
+    verdict: Literal["pass", "fail", "unknown"]
+    source: ModelPin
+    target: ModelPin
+
+    def __post_init__(self) -> None:
+        if self.schema != SCHEMA:
+            raise SpecError("schema", str(self.schema), str(SCHEMA))
+        if (self.repo is None) == (self.folder is None):
+            raise SpecError("repo", "both or neither of repo and folder", "exactly one")
+        if self.repo is not None and not is_repository(self.repo):
+            raise SpecError("repo", repr(self.repo)[:80], "org/name")
+        if self.folder is not None and not is_tag(self.folder):
+            raise SpecError("folder", repr(self.folder)[:80], "the name of a folder next to this file")
+        if (self.commit is None) != (self.repo is None) or (self.commit is not None and not _COMMIT.fullmatch(self.commit)):
+            raise SpecError("commit", repr(self.commit)[:80], "40 hexadecimal digits with repo, nothing with folder")
+        if not is_tag(self.revision):
+            raise SpecError("revision", repr(self.revision)[:80], "a version such as v1")
+        if not 1 <= self.format_version <= FORMAT_VERSION:
+            raise SpecError("format_version", str(self.format_version), f"1 to {FORMAT_VERSION}")
+        if not _DIGEST.fullmatch(self.weights_digest):
+            raise SpecError("weights_digest", repr(self.weights_digest)[:80], "sha256: and 64 hexadecimal digits")
+
+
+@dataclass(frozen=True)
+class MapperEntry(_Pinned):
+    """A published mapper.
+
+    Attributes:
+        schema: of this file, 1.
+        repo: ``org/name`` on the Hub; or None.
+        folder: a folder next to the registry's files that bundles were published to; or None.
+        revision: the version (tag).
+        commit: commit hash of the version on the Hub; None for a folder.
+        format_version: of the bundle.
+        weights_digest: of the bundle.
+        nbytes: bytes of the weights.
+        license: licence id, as on the Hub.
+        verdict: of the evaluation.
+        source: the source model.
+        target: the target model.
+        scores: the evaluation's scores, by name.
+        home: the folder that holds the entry's file; not part of the file.
+    """
+
+    scores: tuple[tuple[str, float], ...] = ()
+    home: Path = field(default=Path("."), compare=False)
+
+    @property
+    def location(self) -> str:
+        """What `load_mapper` takes: the repository, or the folder."""
+        return self.repo if self.repo is not None else str(self.home / str(self.folder))
+
+    @property
+    def pin(self) -> str:
+        """The revision that never moves: the commit, or a folder's version."""
+        return self.commit or self.revision
+
+    @property
+    def name(self) -> str:
+        """``org/name@v1``, or ``folder@v1``."""
+        return f"{self.repo or self.folder}@{self.revision}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, for ``kvfit list --json`` and the catalogue."""
+        document = dataclasses.asdict(self)
+        del document["home"]
+        return document | {"scores": dict(self.scores), "location": self.location}
+
+    def __str__(self) -> str:
+        found = dict(self.scores)
+        scores = " ".join(f"{name}={found[name]:.4g}" for name in ("recall", "share_of_gap", "kl") if name in found)
+        pair = f"{self.source.ref} -> {self.target.ref}"
+        return f"{self.name}  {pair}  {self.verdict}  {self.nbytes / 1e6:.1f} MB  {scores}".rstrip()
+
+
+def registry_folder() -> Path | None:
+    """The folder of the registry: inside an installed kvfit, or next to it in a checkout. None where there is none."""
+    package = Path(__file__).resolve().parents[1]
+    candidates = [package / "_registry"]
+    if (package.parent / "pyproject.toml").is_file():
+        candidates.append(package.parent / "registry")
+    return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def list_mappers(source: str | None = None, target: str | None = None, *, folder: Path | None = None) -> list[MapperEntry]:
+    """The registered mappers, best first for each pair.
+
+    Args:
+        source: only those from this model, ``org/name`` or ``org/name@commit``.
+        target: only those to this model.
+        folder: another registry than the one that came with kvfit.
+
+    Raises:
+        RefError: a registry file that is not as the schema says.
+    """
+    home = folder or registry_folder()
+    if home is None:
+        return []
+    if not home.is_dir():
+        raise RefError(f"registry {home}: no such folder")
+    entries = [read_entry(path) for path in sorted(home.glob("*.toml"))]
+    chosen = [entry for entry in entries if _matches(entry.source, source) and _matches(entry.target, target)]
+    return sorted(chosen, key=_rank)
+
+
+def find_mapper(source: str, target: str, *, folder: Path | None = None) -> MapperEntry:
+    """The registered mapper of a pair: one that passed before others, then by share of gap.
+
+    Raises:
+        RefError: there is none; says which mappers of that source or target there are.
+    """
+    found = list_mappers(source, target, folder=folder)
+    if found:
+        return found[0]
+    near = []
+    for text, entries in (
+        (f"from {source}", list_mappers(source, None, folder=folder)),
+        (f"to {target}", list_mappers(None, target, folder=folder)),
+    ):
+        pairs = ", ".join(f"{entry.name} ({entry.source.ref} -> {entry.target.ref})" for entry in entries) or "none"
+        near.append(f"{text}: {pairs}")
+    raise RefError(
+        f"no mapper from {source} to {target} in the registry; {'; '.join(near)}; fit one with: kvfit capture {source} {target}"
+    )
+
+
+def read_entry(path: Path) -> MapperEntry:
+    """One entry.
+
+    Raises:
+        RefError: the file is not as the schema says; names the field.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RefError(f"registry file {path.name}: cannot be read as TOML ({' '.join(str(error).split())[:200]})") from None
+    scores = document.pop("scores", {})
+    if not isinstance(scores, dict) or not all(
+        _NAME.fullmatch(name) and type(value) in (int, float) and math.isfinite(value) for name, value in scores.items()
+    ):
+        raise RefError(f"registry file {path.name}, field scores: needed a table of finite numbers")
+    pairs = tuple((name, float(value)) for name, value in scores.items())
+    try:
+        # TOML has no null, so what may be absent is put in here.
+        entry = from_json(_Pinned, dict.fromkeys(_OPTIONAL) | document)
+        return MapperEntry(
+            **{item.name: getattr(entry, item.name) for item in dataclasses.fields(entry)}, scores=pairs, home=path.parent
+        )
+    except SpecError as error:
+        raise RefError(f"registry file {path.name}, {' '.join(str(error).split())[:300]}") from None
+
+
+def make_entry(
+    bundle: Bundle,
+    *,
+    repo: str | None = None,
+    folder: str | None = None,
+    revision: str,
+    commit: str | None = None,
+    license: str,
+) -> MapperEntry:
+    """The entry of a bundle that was published.
+
+    Raises:
+        BundleError: a value that no entry may have.
+    """
+    spec = bundle.spec
+    try:
+        return MapperEntry(
+            schema=SCHEMA,
+            repo=repo,
+            folder=folder,
+            revision=revision,
+            commit=commit,
+            format_version=spec.format_version,
+            weights_digest=bundle.weights_digest,
+            nbytes=bundle.nbytes,
+            license=license,
+            verdict=bundle.verdict,
+            source=ModelPin(spec.source.ref, spec.source.revision or "", spec.source.family),
+            target=ModelPin(spec.target.ref, spec.target.revision or "", spec.target.family),
+            scores=scores(bundle),
+        )
+    except SpecError as error:
+        raise BundleError(f"registry entry of {bundle.folder}, {error}") from None
+
+
+def scores(bundle: Bundle) -> tuple[tuple[str, float], ...]:
+    """What the evaluation of these weights found for the arm that it judged; then the mean holdout R2 of keys and of values."""
+    found: list[tuple[str, float]] = []
+    moved = judged_arm(bundle)
+    for name in SCORES:
+        value = moved.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):  # finite, as all of strict JSON
+            found.append((name, round(float(value), 6)))
+    for kind in KINDS:
+        values = [entry.r2_holdout for entry in bundle.spec.layers if entry.kind == kind]
+        found.append((f"r2_{kind}", round(sum(values) / len(values), 6)))
+    return tuple(found)
+
+
+def judged_arm(bundle: Bundle) -> dict[str, Any]:
+    """The evaluation's row of the arm that runs in use; empty without an evaluation of these weights."""
+    if bundle.evaluation is None or bundle.evaluation["weights_digest"] != bundle.weights_digest:
+        return {}
+    arms = bundle.evaluation.get("arms")
+    row = arms.get("handoff") if isinstance(arms, dict) else None
+    return row if isinstance(row, dict) else {}
+
+
+def render_entry(entry: MapperEntry) -> str:
+    """The entry as TOML; `read_entry` of it gives the entry back."""
+    lines = []
+    for item in dataclasses.fields(_Pinned):
+        value = getattr(entry, item.name)
+        if value is not None and item.name not in ("source", "target"):
+            lines.append(f"{item.name} = {_toml(value)}")
+    for role in ("source", "target"):
+        lines += ["", f"[{role}]"]
+        lines += [f"{name} = {_toml(value)}" for name, value in dataclasses.asdict(getattr(entry, role)).items()]
+    lines += ["", "[scores]"]
+    lines += [f"{name} = {_toml(value)}" for name, value in entry.scores]
+    return "\n".join(lines) + "\n"
+
+
+def entry_file(entry: MapperEntry) -> str:
+    """The name of an entry's file."""
+    return (entry.repo or str(entry.folder)).replace("/", "--") + ".toml"
+
+
+def _toml(value: str | int | float) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's, but for DEL
+    return repr(value)
+
+
+def _matches(pin: ModelPin, ref: str | None) -> bool:
+    if ref is None:
+        return True
+    name, revision = split_ref(ref)
+    return pin.ref.casefold() == name.casefold() and revision in (None, pin.revision)
+
+
+def _rank(entry: MapperEntry) -> tuple[str, str, int, float, str]:
+    verdict = ("pass", "unknown", "fail").index(entry.verdict)
+    return entry.source.ref, entry.target.ref, verdict, -dict(entry.scores).get("share_of_gap", -math.inf), entry.name

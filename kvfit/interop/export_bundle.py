@@ -1,0 +1,88 @@
+"""The verb `export`: a bundle as a folder that another program reads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvfit.bundle.bundle import Bundle
+from kvfit.bundle.files import require_free, require_writable, whole_folder
+from kvfit.errors import GateError, MismatchError, OptionError
+from kvfit.hub.load import resolve
+from kvfit.interop.artifact import write_artifact
+from kvfit.interop.semantic_router import make_mapper_id, state
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export_bundle` wrote.
+
+    Attributes:
+        ref: the bundle, as asked for.
+        out: the folder.
+        format: its layout.
+        mapper_id: what a router calls the mapper.
+        verdict: of the bundle's evaluation, which the layout has no place for.
+        nbytes: bytes of all files.
+    """
+
+    ref: str
+    out: str
+    format: str
+    mapper_id: str
+    verdict: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.out}: {self.mapper_id} in {self.format}'s layout, {self.nbytes / 1e6:.1f} MB, verdict {self.verdict}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+
+def export_bundle(
+    ref: str | Path,
+    out: str | Path,
+    *,
+    format: Literal["semantic-router"] = "semantic-router",
+    bundle_version: int = 1,
+    require: Literal["pass", "any"] = "pass",
+) -> Exported:
+    """Write a bundle in another program's layout, whole or not at all.
+
+    Args:
+        ref: a folder, or ``org/name[@revision]``.
+        out: where to; must not exist.
+        format: the layout.
+        bundle_version: number of this fit of the pair, the end of its mapper id.
+        require: ``pass`` refuses a bundle whose evaluation failed, because no layout but kvfit's tells so; ``any`` writes it.
+
+    Raises:
+        MismatchError: the mapper holds something that the layout cannot say; names the field.
+        GateError: the verdict is ``fail``.
+        RefError: no such bundle.
+        BundleError: the bundle is not sound, or the folder exists.
+    """
+    if format != "semantic-router":
+        raise MismatchError(f"export: found format {format!r}, needed semantic-router")
+    if bundle_version < 1:
+        raise OptionError(f"--bundle-version: found {bundle_version}, needed 1 or more")
+    destination = Path(out)
+    require_free(destination)
+    require_writable(destination)
+    bundle = Bundle.open(resolve(ref))
+    if bundle.verdict == "fail" and require == "pass":
+        raise GateError(
+            f"bundle {ref}: its evaluation failed, which {format}'s layout cannot say; improve it, or export it anyway with"
+            " --any (require='any')"
+        )
+    mapper_id = make_mapper_id(bundle.spec, bundle_version)
+    try:
+        state(bundle.spec, mapper_id)  # before anything is written
+    except MismatchError as error:
+        raise MismatchError(f"bundle {ref}: {format}'s layout cannot hold this mapper: {error}") from None
+    with whole_folder(destination) as temporary:
+        nbytes = write_artifact(temporary, bundle, mapper_id)
+    return Exported(str(ref), str(out), format, mapper_id, bundle.verdict, nbytes)

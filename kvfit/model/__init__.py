@@ -1,0 +1,5 @@
+"""One loaded transformers model: its layers, its caches, its rotary embedding, who it is.
+
+The only package that knows the API of transformers. It knows nothing of mappers, bundles or statistics, and imports
+transformers only inside functions, because a serving process may load a mapper before it loads a model.
+"""

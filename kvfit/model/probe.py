@@ -1,0 +1,253 @@
+"""What kvfit has to know about a loaded model's cache, found by watching the model instead of reading its configuration.
+
+Two passes over a few tokens, at positions from 0 and from 1,031, show which layers own keys and values, their geometry, and
+what each layer gave its rotary function and got back. The rotary tables come from the model's own rotary modules; which layer
+uses which, and how features pair, is whatever reproduces what the layer did. What nothing reproduces is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import KvfitError
+from kvfit.model.decoder import text_config, unwrapped
+from kvfit.model.rope import angles, rotate
+from kvfit.model.trace import LayerTrace, refusal, trace
+from kvfit.spec import Pairing, RopeSpec, RopeTable
+
+_N_TOKENS = 8
+_FAR_POSITION = 1031
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the watched passes showed: geometry as in `ModelSpec`, the rotary description, and the dtype of the keys."""
+
+    n_layers: int
+    n_heads: int
+    head_dim: int
+    dtype: str
+    rope: RopeSpec
+
+
+@dataclass
+class _Layer:
+    """One layer over both passes: per pass (positions, candidates of given keys or None, cached keys)."""
+
+    passes: list[tuple[Tensor, tuple[Tensor, ...] | None, Tensor]]
+
+
+def probe(model: Any) -> Probe:
+    """Geometry and rotary description of a loaded model.
+
+    Args:
+        model: a causal language model of transformers, neither compiled nor wrapped.
+
+    Raises:
+        UnsupportedModelError: the model cannot be described or proved right; names family, layer and reason.
+    """
+    refuse_by_name(model)
+    candidates = rotary_tables(model)
+    layers: dict[int, _Layer] = {}
+    for first in (0, _FAR_POSITION) if candidates else (0,):
+        _watch(model, first, layers)
+    if rotary_tables(model) != candidates:
+        raise refusal(model, None, "its inverse frequencies change with the length of the input")
+    _check_owners(model, layers)
+    keys = layers[0].passes[0][2]
+    tables: list[RopeTable] = []
+    assignment: list[int | None] = []
+    for layer_index in range(len(layers)):
+        table = _assign(model, layer_index, layers[layer_index], candidates)
+        if table is not None and table not in tables:
+            tables.append(table)
+        assignment.append(None if table is None else tables.index(table))
+    return Probe(len(layers), keys.shape[1], keys.shape[3], dtype_name(keys.dtype), RopeSpec(tuple(tables), tuple(assignment)))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest error of one rotated feature, relative to the length of its plane, that rounding explains.
+
+    A product, a cosine and a sum each round once, to a relative ``eps / 2``; turning back mixes the two features:
+    ``3 * sqrt(2) * sqrt(2) * eps / 2 = 3 eps``. The floor covers cosines of large angles that differ between devices.
+    """
+    return max(3 * torch.finfo(dtype).eps, 1e-5)
+
+
+def plane_error(found: Tensor, wanted: Tensor, table: RopeTable) -> float:
+    """Largest difference of rotated features, relative to their plane's length; infinite where pass-through features differ.
+
+    Relative to the plane, so that families whose key biases are hundreds of times the spread are not waved through.
+
+    Args:
+        found: (B, H, T, width), float32.
+        wanted: the same shape.
+        table: says which features are planes.
+    """
+    width = table.rotated_width
+    if not torch.equal(found[..., width:], wanted[..., width:]) or not bool(torch.isfinite(wanted).all()):
+        return float("inf")
+
+    def planes(keys: Tensor) -> Tensor:  # (B, H, T, R/2, 2)
+        turned = keys[..., :width].double()
+        if table.pairing == "half":
+            return torch.stack((turned[..., : width // 2], turned[..., width // 2 :]), -1)
+        return torch.stack((turned[..., 0::2], turned[..., 1::2]), -1)
+
+    difference, length = planes(found) - planes(wanted), planes(wanted).norm(dim=-1, keepdim=True)
+    return float((difference.abs() / length.clamp(min=1e-30)).max())
+
+
+def rotary_tables(model: Any) -> list[tuple[tuple[float, ...], float]]:
+    """Inverse frequencies and attention scaling of every rotary module of a model, distinct, in order; nothing is run."""
+    found: list[tuple[tuple[float, ...], float]] = []
+    for module, name, frequencies in _frequency_buffers(model):
+        prefix = name.removesuffix("inv_freq")
+        scaling = getattr(module, f"{prefix}attention_scaling", None)
+        entry = (tuple(frequencies.detach().float().cpu().tolist()), 1.0 if scaling is None else float(scaling))
+        if entry not in found:
+            found.append(entry)
+    return found
+
+
+def frequency_dtype(model: Any) -> torch.dtype | None:
+    """The dtype that a whole model was cast to, its inverse frequencies included; None where they are as they should be.
+
+    `from_pretrained(dtype=...)` keeps them in float32; ``model.half()`` and ``model.to(torch.bfloat16)`` round them.
+    """
+    narrow = (value.dtype for _, _, value in _frequency_buffers(model) if value.dtype in (torch.float16, torch.bfloat16))
+    return next(narrow, None)
+
+
+def _frequency_buffers(model: Any) -> Iterator[tuple[Any, str, Tensor]]:
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            stale = "original" in name or "long" in name or "short" in name
+            if name.endswith("inv_freq") and not stale and value is not None and value.dim() == 1 and not value.is_meta:
+                yield module, name, value
+
+
+def refuse_by_name(model: Any) -> None:
+    """Refuse what is known to be impossible to describe, before anything runs.
+
+    Raises:
+        UnsupportedModelError: names family, layer and reason.
+    """
+    if unwrapped(model) is not model or getattr(model, "_compiled_call_impl", None) is not None:
+        raise refusal(model, None, "the model is compiled and cannot be watched: pass the model before torch.compile")
+    if any(hasattr(module, "lora_A") or hasattr(module, "base_layer") for module in model.modules()):
+        raise refusal(model, None, "the model carries an adapter: merge it first (merge_and_unload) and save the result")
+    config = text_config(model)
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise refusal(model, None, "cross attention keeps keys and values of an encoder")
+    for layer_index in sorted(getattr(config, "cross_attention_layers", None) or ()):
+        raise refusal(model, layer_index, "cross attention keeps keys and values of an encoder")
+    if getattr(config, "kv_lora_rank", None):
+        raise refusal(model, None, "latent attention caches a compressed latent, not keys and values per head")
+    shared = getattr(config, "num_kv_shared_layers", 0) or 0
+    if shared:
+        raise refusal(model, config.num_hidden_layers - shared, "the layer shares the keys and values of an earlier layer")
+    for layer_index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise refusal(model, layer_index, f"{kind} owns no keys and values per token that a map could make")
+    if "mrope_section" in str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
+        raise refusal(model, None, "multimodal rotary embedding: a token has several positions")
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise refusal(model, None, f"{kind} rotary frequencies depend on the longest position of each call")
+
+
+def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:
+    """One pass at positions `first` to first + 7."""
+    vocabulary = int(text_config(model).vocab_size)
+    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    # Distinct tokens, away from the ends of the vocabulary where special tokens live.
+    input_ids = ((torch.arange(_N_TOKENS, device=device) * 5 + vocabulary // 3) % vocabulary)[None]
+    positions = torch.arange(first, first + _N_TOKENS, device=device)
+    order: list[int] = []
+
+    def on_layer(event: LayerTrace) -> None:
+        order.append(event.layer_index)
+        if event.keys.shape != event.values.shape or event.keys.dim() != 4:
+            shapes = f"{tuple(event.keys.shape)} and {tuple(event.values.shape)}"
+            raise refusal(model, event.layer_index, f"found keys and values of shapes {shapes}, needed one shape (B, H, T, D)")
+        try:
+            given = event.given_keys()
+        except ValueError as reason:
+            raise refusal(model, event.layer_index, str(reason)) from None
+        kept = None if given is None else tuple(tensor.cpu() for tensor in given)
+        layers.setdefault(event.layer_index, _Layer([])).passes.append((positions.cpu(), kept, event.keys.detach().cpu()))
+
+    try:
+        trace(model, input_ids, on_layer, position_ids=positions[None] if first else None)
+    except KvfitError:
+        raise
+    except Exception as error:  # whatever a model's own code raises is the reason why it cannot be proved
+        raise refusal(model, None, f"a pass over {_N_TOKENS} tokens failed: {type(error).__name__}: {error}") from error
+    if len(set(order)) != len(order):
+        twice = next(index for index in order if order.count(index) > 1)
+        raise refusal(model, twice, "the layer cached keys twice in one pass")
+
+
+def _check_owners(model: Any, layers: dict[int, _Layer]) -> None:
+    """Every decoder layer owns keys and values, of one geometry."""
+    expected = int(text_config(model).num_hidden_layers)
+    for layer_index in range(max(expected, len(layers))):
+        if layer_index not in layers:
+            raise refusal(model, layer_index, "the layer owns no keys and values")
+    first = layers[0].passes[0][2].shape
+    for layer_index, layer in layers.items():
+        shape = layer.passes[0][2].shape
+        if shape != first:
+            found, needed = f"{shape[1]} heads of size {shape[3]}", f"{first[1]} of size {first[3]} as layer 0 has"
+            raise refusal(model, layer_index, f"found {found}, needed {needed}: one geometry for all layers")
+
+
+def _assign(
+    model: Any, layer_index: int, layer: _Layer, candidates: Sequence[tuple[tuple[float, ...], float]]
+) -> RopeTable | None:
+    """The table and pairing that reproduce what a layer did in both passes; None for a layer that does not rotate."""
+    rotates = {given is not None for _, given, _ in layer.passes}
+    if rotates == {False}:
+        return None
+    if rotates == {True, False}:
+        raise refusal(model, layer_index, "it rotates at some positions and not at others")
+    best: tuple[float, RopeTable] | None = None
+    for frequencies, scaling in candidates:
+        for pairing in get_args(Pairing):
+            table = RopeTable(frequencies, 2 * len(frequencies), pairing, scaling)
+            error = max(_error(table, *one) for one in layer.passes)
+            if best is None or error < best[0]:
+                best = (error, table)
+    allowed = tolerance(layer.passes[0][2].dtype)
+    if best is None:
+        raise refusal(model, layer_index, "it rotates, but no module of the model holds inverse frequencies (inv_freq)")
+    if best[0] > allowed:
+        raise refusal(
+            model,
+            layer_index,
+            f"no rotary table of the model with either pairing gives the keys that it rotated (error {best[0]:.2g}, "
+            f"allowed {allowed:.2g})",
+        )
+    return best[1]
+
+
+def _error(table: RopeTable, positions: Tensor, given: tuple[Tensor, ...] | None, keys: Tensor) -> float:
+    errors = [float("inf")]
+    for tensor in given or ():
+        if table.rotated_width <= tensor.shape[-1]:
+            wanted = keys[..., : tensor.shape[-1]].float()
+            errors.append(plane_error(rotate(tensor.float(), table, angles(table, positions)), wanted, table))
+    return min(errors)

@@ -1,0 +1,153 @@
+"""Loading: a checkpoint that is not whole is refused by name, never filled with random numbers."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BertConfig, BertModel
+from zoo import FAMILIES, build
+
+from kvfit.demo import demo_path
+from kvfit.errors import KvfitError, MismatchError, OptionError, RefError
+from kvfit.fit.capture.capture import Options as CaptureOptions
+from kvfit.fit.capture.capture import capture
+from kvfit.fit.capture.inspect import inspect_model
+from kvfit.fit.capture.models import Options, load, load_tokenizer
+from kvfit.fit.capture.text import TextOptions
+
+KEY = "model.layers.2.self_attn.k_proj.weight"
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Callable[[Callable[[dict[str, Tensor]], object]], str]:
+    """A copy of the demo's source with its weights changed."""
+
+    def make(change: Callable[[dict[str, Tensor]], object]) -> str:
+        folder = tmp_path / "damaged"
+        shutil.copytree(str(demo_path("demo:source")), folder)
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return str(folder)
+
+    return make
+
+
+def test_missing_weights_are_named(damaged, tmp_path: Path) -> None:
+    folder = damaged(lambda weights: weights.pop(KEY))
+    text = TextOptions("demo:text")
+    options = CaptureOptions(seq_len=64)
+
+    def run(ref: str) -> object:
+        return capture(ref, "demo:target", tmp_path / "s.zarr", text=text, options=options, progress=False)
+
+    for verb in (load, inspect_model, run):
+        with pytest.raises(RefError, match=rf"damaged: found no weights for {KEY}, needed every weight"):
+            verb(folder)
+    assert not (tmp_path / "s.zarr").exists()
+
+
+def test_many_missing_weights_are_counted(damaged) -> None:
+    folder = damaged(lambda weights: [weights.pop(name) for name in list(weights) if ".layers.1." in name])
+    with pytest.raises(
+        RefError, match=r"model\.layers\.1\.\S+, model\.layers\.1\.\S+, model\.layers\.1\.\S+ and \d+ more, needed"
+    ):
+        load(folder)
+
+
+def test_weights_of_another_shape_are_named(damaged) -> None:
+    folder = damaged(lambda weights: weights.update({KEY: weights[KEY][:-1].clone()}))
+    with pytest.raises(RefError, match=f"found weights of another shape for {KEY}"):
+        load(folder)
+
+
+def test_an_encoder_without_its_head_is_refused(tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=2048)
+    BertModel(config).save_pretrained(tmp_path / "bert")
+    load_tokenizer("demo:source").save_pretrained(tmp_path / "bert")
+    with pytest.raises(
+        RefError, match=r"bert: found no weights for cls\.predictions.* needed every weight of a causal language"
+    ):
+        inspect_model(str(tmp_path / "bert"))
+
+
+def test_a_head_that_shares_its_weights_is_not_missing(tmp_path: Path) -> None:
+    llama = next(family for family in FAMILIES if family.name == "llama")
+    build(llama, vocab_size=2048, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    load_tokenizer("demo:source").save_pretrained(tmp_path / "tied")
+    assert not any("lm_head" in name for name in load_file(tmp_path / "tied" / "model.safetensors"))
+    loaded = load(str(tmp_path / "tied"))
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kept", [0, 7, 0.5, -1])
+def test_a_download_that_was_cut_short_is_named(damaged, kept: float) -> None:
+    folder = damaged(lambda _weights: None)
+    path = Path(folder, "model.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(kept * len(data)) if kept == 0.5 else int(kept)])
+    with pytest.raises(
+        RefError, match=r"damaged: found model\.safetensors cut short or damaged, needed all of it: fetch it again"
+    ):
+        inspect_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", b"[]", "found no loadable"),
+        ("config.json", b"{", "found no loadable"),
+        ("tokenizer.json", b"{", "found no loadable tokenizer there"),
+        ("pytorch_model.bin", b"abc", "found no loadable model there"),
+    ],
+)
+def test_files_that_are_no_model_s(damaged, name: str, content: bytes, message: str) -> None:
+    """Whatever transformers raises for them, it is one line that names the model."""
+    folder = damaged(lambda _weights: None)
+    Path(folder, name).write_bytes(content)
+    if name.endswith(".bin"):
+        Path(folder, "model.safetensors").unlink()
+    with pytest.raises(RefError, match=rf"^damaged: {message}") as caught:
+        inspect_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(damaged) -> None:
+    folder = damaged(lambda _weights: None)
+    for path in Path(folder).glob("token*"):
+        path.unlink()
+    with pytest.raises(KvfitError):  # which one depends on the version of transformers
+        inspect_model(folder)
+
+
+def test_a_package_that_an_option_needs() -> None:
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        pytest.skip("flash-attn is installed")
+    with pytest.raises(MismatchError, match=r"demo:source: found a package missing .*FlashAttention2"):
+        load("demo:source", options=Options(attn_implementation="flash_attention_2"))
+
+
+def test_a_missing_folder_is_no_failed_connection() -> None:
+    with pytest.raises(
+        RefError, match=r"models/nothere: found no such folder; and on the Hub: .* not in the local cache"
+    ) as caught:
+        load("models/nothere")
+    assert "connect to" not in str(caught.value)
+    with pytest.raises(RefError, match="found no such folder"):
+        load_tokenizer("models/nothere")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "int8"}, {"device": "foo"}, {"device": "meta"}, {"device_map": "foo"}, {"attn_implementation": "foo"}]
+)
+def test_options_are_checked_by_name(wrong: dict[str, str]) -> None:
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(OptionError, match=f"{name.replace('_', '-')}: found '{value}'.* needed"):
+        Options(**wrong)

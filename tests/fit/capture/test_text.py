@@ -1,0 +1,245 @@
+"""Text: order, cursors, and files of every kind."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from kvfit.errors import MismatchError, RefError, TextError
+from kvfit.fit.capture.text import Cursor, TextOptions, documents, sequences
+from kvfit.fit.stats import digests
+
+DOCUMENTS = [f"document {number} " + "word " * (number % 7) for number in range(40)]
+
+
+class Words:
+    """A tokenizer of one id per word, with a beginning-of-sequence token that the text may carry already."""
+
+    bos_token_id = 1
+    eos_token_id = 2
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        ids = [1] if word_is_bos(text) else []
+        ids += [10 + sum(map(ord, word)) % 1000 for word in text.split() if word != "<s>"]
+        return {"input_ids": [1, *ids] if add_special_tokens else ids}
+
+
+def word_is_bos(text: str) -> bool:
+    return text.startswith("<s>")
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return path
+
+
+def test_documents_come_in_order_from_any_start(jsonl: Path) -> None:
+    options = TextOptions(str(jsonl))
+    assert list(documents(options)) == DOCUMENTS
+    assert list(documents(options, 33)) == DOCUMENTS[33:]
+
+
+def test_parquet_txt_and_folders_are_read(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"body": DOCUMENTS}), tmp_path / "documents.parquet")
+    assert list(documents(TextOptions(str(tmp_path / "documents.parquet"), column="body"))) == DOCUMENTS
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, text in enumerate(("first\nline two", "second")):
+        (folder / f"{number}.txt").write_text(text)
+    assert list(documents(TextOptions(str(folder)))) == ["first\nline two", "second"]
+
+
+def test_short_documents_are_skipped_and_counted(jsonl: Path) -> None:
+    # A document has 3 tokens with its first, and up to 6 words more: 5 tokens need at least 2 of those.
+    found = list(sequences(TextOptions(str(jsonl)), Words(), seq_len=5))
+    long_enough = [number for number in range(40) if number % 7 >= 2]
+    assert [sequence.cursor.last for sequence in found] == long_enough
+    assert found[-1].cursor.short == sum(number % 7 < 2 for number in range(found[-1].cursor.last + 1))
+    assert all(len(sequence.ids) == 5 for sequence in found)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_cursor_continues_exactly(jsonl: Path, pack: bool) -> None:
+    options = TextOptions(str(jsonl))
+    whole = list(sequences(options, Words(), seq_len=5, pack=pack))
+    for stop in (1, 2, 7, len(whole) - 1):
+        resumed = list(sequences(options, Words(), seq_len=5, pack=pack, cursor=whole[stop - 1].cursor))
+        assert resumed == whole[stop:]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_changed_text_is_refused_on_resuming(jsonl: Path, pack: bool) -> None:
+    options = TextOptions(str(jsonl))
+    cursor = next(sequences(options, Words(), seq_len=5, pack=pack)).cursor
+    changed = [json.dumps({"text": "other " + text}) + "\n" for text in DOCUMENTS]
+    jsonl.write_text("".join(changed))
+    with pytest.raises(TextError, match=r"other text in document \d+.*--dataset-revision"):
+        list(islice(sequences(options, Words(), seq_len=5, pack=pack, cursor=cursor), 1))
+
+
+def test_packed_sequences_join_documents_with_the_end_token(jsonl: Path) -> None:
+    packed = [token for sequence in sequences(TextOptions(str(jsonl)), Words(), seq_len=4, pack=True) for token in sequence.ids]
+    joined = [token for text in DOCUMENTS for token in [*Words()(text)["input_ids"], Words.eos_token_id]]
+    assert packed == joined[: len(packed)]
+    assert len(joined) - len(packed) < 4
+
+
+def test_at_most_one_beginning_of_sequence_token(tmp_path: Path) -> None:
+    path = tmp_path / "bos.jsonl"
+    path.write_text(json.dumps({"text": "<s> one two three"}) + "\n")
+    assert Words()("<s> one two three")["input_ids"][:2] == [1, 1]  # the tokenizer alone gives two
+    (sequence,) = sequences(TextOptions(str(path)), Words(), seq_len=4)
+    assert sequence.ids[0] == 1
+    assert sequence.ids.count(1) == 1
+
+
+def test_a_dropped_connection_is_opened_again_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfit.fit.capture import text
+
+    opened: list[int] = []
+
+    class Flaky:
+        def __init__(self, start: int = 0) -> None:
+            self.start = start
+
+        def skip(self, count: int) -> "Flaky":
+            return Flaky(count)
+
+        def __iter__(self):
+            opened.append(self.start)
+            for number in range(self.start, 40):
+                if number == 5 and len(opened) == 1:
+                    raise ConnectionError("reset by peer")
+                yield {"text": DOCUMENTS[number]}
+
+    monkeypatch.setattr(text, "_open", lambda _options: Flaky())
+    monkeypatch.setattr(text.time, "sleep", lambda _seconds: None)
+    assert list(documents(TextOptions("org/name"))) == DOCUMENTS
+    assert opened == [0, 5]
+
+
+def test_endless_failures_stop_with_an_error_that_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfit.fit.capture import text
+
+    class Dead:
+        def skip(self, _count: int) -> "Dead":
+            return self
+
+        def __iter__(self):
+            raise ConnectionError("reset by peer")
+            yield
+
+    monkeypatch.setattr(text, "_open", lambda _options: Dead())
+    monkeypatch.setattr(text.time, "sleep", lambda _seconds: None)
+    with pytest.raises(TextError, match=r"ConnectionError at document 0 \(reset by peer\).*--resume"):
+        list(documents(TextOptions("org/name")))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("missing.jsonl", RefError, "no such file or folder"),
+        ("demo:nothing", RefError, "needed one of demo:source"),
+        ("demo:source", RefError, "found a model, needed a text"),
+        ("org/name", RefError, "found no readable dataset"),
+    ],
+)
+def test_what_is_not_there_is_named(name: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        next(documents(TextOptions(name)))
+
+
+def test_a_missing_column_is_named_with_those_found(jsonl: Path) -> None:
+    with pytest.raises(TextError, match=r"found columns text in document 0, needed text in 'body'"):
+        next(documents(replace(TextOptions(str(jsonl)), column="body")))
+
+
+def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.jsonl").write_text("{}")
+    with pytest.raises(TextError, match=r"needed files of one kind"):
+        next(documents(TextOptions(str(tmp_path))))
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_document_that_came_before_is_skipped_and_counted(tmp_path: Path, pack: bool) -> None:
+    """Wherever reading is resumed: what was seen goes along."""
+    texts = [f"{number} one two three four five" for number in (0, 1, 0, 2, 1, 1, 3, 0, 4)]
+    path = tmp_path / "twice.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = TextOptions(str(path))
+    whole = list(sequences(options, Words(), seq_len=7, pack=pack))
+    once = list(dict.fromkeys(texts))
+    assert [name for sequence in whole for name in sequence.documents] == list(map(digests.digest, once))
+    assert whole[-1].cursor.repeated == 4
+    words = [token for text in once for token in [*Words()(text)["input_ids"], *[Words.eos_token_id] * pack]]
+    assert [token for sequence in whole for token in sequence.ids] == words[: 7 * len(whole)]
+    for stop in range(1, len(whole)):
+        seen = [name for sequence in whole[:stop] for name in sequence.documents]
+        assert list(sequences(options, Words(), seq_len=7, pack=pack, cursor=whole[stop - 1].cursor, seen=seen)) == whole[stop:]
+
+
+def test_documents_that_begin_alike_are_different_ones() -> None:
+    assert digests.digest("You are helpful. What is 1 + 1?") != digests.digest("You are helpful. What is 1 + 2?")
+    assert digests.digest("lone \ud800") != digests.digest("lone")
+    assert len(digests.digest("")) == digests.LENGTH
+
+
+def test_a_record_of_another_form_is_no_record() -> None:
+    name = digests.digest("a")
+    assert digests.of_recipe({"documents": name + name}) == {name}
+    for value in (None, 3, [name], "", name[1:], name + "!" * digests.LENGTH):
+        assert digests.of_recipe({"documents": value}) is None
+    assert digests.of_recipe({}) is None
+    assert digests.of_cursor(7) is None
+    assert digests.of_cursor({"captured": ""}) == []
+
+
+@pytest.mark.parametrize("change", [{"revision": "main"}, {"config": "small"}, {"split": "test"}])
+def test_what_only_the_hub_has_is_refused_beside_a_local_text(jsonl: Path, change: dict[str, str]) -> None:
+    option = "--split" if "split" in change else f"--dataset-{next(iter(change))}"
+    for dataset in (str(jsonl), str(jsonl.parent), "demo:text"):
+        with pytest.raises(MismatchError, match=f"{option}: found {next(iter(change.values()))} beside {dataset}"):
+            next(documents(TextOptions(dataset, **change)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "found nothing in it"),
+        ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "found UnicodeDecodeError .* mend or remove"),
+        ("latin.txt", "caf\xe9".encode("latin-1"), "needed UTF-8 text"),
+        ("prose.jsonl", b"not JSON\n", "one JSON object a line: mend or remove"),
+        ("number.jsonl", b'{"text": 5}\n', "found a number in column 'text' of document 0, needed text"),
+        ("null.jsonl", b'{"text": null}\n{"text": "a"}\n', "found null in column 'text'"),
+        ("chat.jsonl", b'{"text": [{"role": "user", "content": "x"}]}\n', "found a list in column 'text'.*chat template"),
+        ("table.csv", b"text\na\n", r"found \.csv, needed files of one kind"),
+    ],
+)
+def test_a_file_that_is_no_text_is_said_with_what_helps(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TextError, match=message) as caught:
+        list(documents(TextOptions(str(tmp_path / name))))
+    assert "--resume" not in str(caught.value)
+
+
+def test_an_empty_file_of_a_folder_is_no_fault_of_the_reader(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "here"}\n')
+    assert list(documents(TextOptions(str(tmp_path)))) == ["here"]
+
+
+def test_the_default_cursor_is_the_start() -> None:
+    assert Cursor() == Cursor(**Cursor().to_json())
+
+
+def test_white_space_makes_no_other_document() -> None:
+    assert digests.digest("a  b\n\nc") == digests.digest(" a b c\n") != digests.digest("ab c")
+    assert len(digests.digest("")) == digests.LENGTH

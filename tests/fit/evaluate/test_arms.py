@@ -1,0 +1,141 @@
+"""Arms on pairs that are awkward: windows, padded vocabularies, two dtypes, guided recompute."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitted import fit_tiny, heldout, paired
+
+import kvfit
+from kvfit.errors import MismatchError
+from kvfit.fit.evaluate.arms import Pair, Rewindable, greedy, mean_pairs, prefix_cache, shared_vocabulary, source_pairs
+from kvfit.fit.evaluate.diagnose import diagnose
+from kvfit.fit.evaluate.likelihood import likelihood
+from kvfit.model.cache import cache_length, forward, new_cache, read_cache
+from kvfit.model.identity import describe_model
+from kvfit.runtime.handoff import handoff
+from kvfit.runtime.mapper import Mapper
+from kvfit.spec import FORMAT_VERSION, KINDS, LayerMap, MapperSpec
+
+Loader = Callable[[Path | str], Any]
+
+
+def tiny(seed: int, **changes: Any) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+    return Qwen3ForCausalLM(Qwen3Config(**{**config, **changes})).eval()
+
+
+def identical(model: Any, tokenizer: Any) -> Mapper:
+    """The exact map of a model to itself."""
+    spec = describe_model(model, tokenizer, ref="org/tiny", revision=None)
+    layers = tuple(LayerMap(kind, i, (i,), 0.0, 1.0, 1.0) for i in range(spec.n_layers) for kind in KINDS)
+    both = MapperSpec(FORMAT_VERSION, kvfit.__version__, spec, spec, False, "full", "same", "none", "float32", layers)
+    return Mapper(both, {(layer.kind, layer.layer_index): (torch.eye(spec.width), torch.zeros(spec.width)) for layer in layers})
+
+
+def plain_nll(model: Any, ids: torch.Tensor, prefix: int, vocabulary: int | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(ids).logits[..., :vocabulary].double()
+    scores = logits.log_softmax(-1)[:, prefix - 1 : -1].gather(-1, ids[:, prefix:, None])
+    return -scores[..., 0].mean(1)
+
+
+def test_a_target_with_windows(tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    """Its layers drop tokens, so that no cache can be cropped; what it says must not depend on that."""
+    tokenizer = load(tiny_pair[1]).tokenizer
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = tiny(0, use_sliding_window=True, sliding_window=12, max_window_layers=0, layer_types=kinds)
+    pair = Pair(model, model, identical(model, tokenizer))
+    assert pair.mapper.spec.target.windows == (12, None, 12)
+    ids = heldout(tokenizer, 3, 60)
+    found = likelihood(pair, ids, 40, batch_size=2, greedy_tokens=5, progress=False)
+    expected = plain_nll(model, ids, 40)
+    for arm in ("native", "transfer", "handoff", "source", "raw"):
+        assert torch.allclose(found[arm].nll, expected, atol=1e-4), arm  # type: ignore[index]
+        assert bool((found[arm].greedy == 1).all()), arm  # type: ignore[index]
+    assert not torch.allclose(found["shuffled"].nll, expected, atol=1e-2)
+    for layer in diagnose(pair, ids, 40).layers:
+        assert layer["attention_cosine"] == pytest.approx(1, abs=1e-5)
+    cache = Rewindable(prefix_cache(pair, "native", ids[:1, :30], None))
+    first = greedy(model, cache.fresh(model), ids[:1, 30:31], 20)
+    assert torch.equal(greedy(model, cache.fresh(model), ids[:1, 30:31], 20), first)
+
+
+def test_two_paddings_of_one_vocabulary(tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    """Probabilities are over the tokens that both models have."""
+    tokenizer = load(tiny_pair[1]).tokenizer
+    source, target = tiny(0), tiny(1, vocab_size=2048 + 64)
+    spec = identical(source, tokenizer).spec
+    described = describe_model(target, tokenizer, ref="org/padded", revision=None)
+    both = MapperSpec(*[getattr(spec, name) if name != "target" else described for name in spec.__dataclass_fields__])
+    width = spec.target.width
+    mapper = Mapper(both, {(layer.kind, layer.layer_index): (torch.eye(width), torch.zeros(width)) for layer in spec.layers})
+    pair = Pair(source, target, mapper)
+    assert shared_vocabulary(pair) == 2048
+    ids = heldout(tokenizer, 2, 40)
+    found = likelihood(pair, ids, 30, batch_size=2, greedy_tokens=4, progress=False)
+    assert torch.allclose(found["native"].nll, plain_nll(target, ids, 30, 2048), atol=1e-4)
+    assert torch.allclose(found["source"].nll, plain_nll(source, ids, 30), atol=1e-4)
+    assert bool((found["source"].kl > 0).all())
+
+
+def test_a_source_in_another_dtype(tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    tokenizer = load(tiny_pair[1]).tokenizer
+    target, source = tiny(0), tiny(0).to(torch.bfloat16)
+    pair = Pair(source, target, identical(target, tokenizer))
+    ids = heldout(tokenizer, 2, 40)
+    assert source_pairs(pair, ids)[0][0].dtype == torch.float32
+    cache = prefix_cache(pair, "transfer", ids[:, :29], source_pairs(pair, ids[:, :29]))
+    assert read_cache(cache)[1][0].dtype == torch.float32
+    logits = forward(target, ids[:, 29:], cache)
+    whole = forward(target, ids, new_cache(target))[:, 29:]
+    assert float((logits - whole).abs().mean()) < 0.1 * float(whole.std())
+
+
+def test_the_handoff_arm_is_the_handoff(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
+    source, target = (load(folder) for folder in tiny_pair)
+    ids = heldout(target.tokenizer, 2, 40)
+    options: dict[str, Any] = {"exact_head": 2, "exact_tail": 3, "recompute": 0.2}
+    pair = paired(fit_tiny(tiny_pair, tmp_path), source, target, **options)
+    sources = source_pairs(pair, ids[:, :30])
+    cache = prefix_cache(pair, "handoff", ids[:, :30], sources, next_ids=ids[:, 30:35])
+    moved = handoff(pair.mapper, target.model, ids[:, :35], sources, guide=source.model, **options)
+    assert cache_length(cache) == 30
+    for a, b in zip(read_cache(cache), read_cache(moved.cache), strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+
+
+def test_arms_without_what_they_need_are_refused(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
+    source, target = (load(folder) for folder in tiny_pair)
+    pair = paired(fit_tiny(tiny_pair, tmp_path), source, target)
+    ids = heldout(target.tokenizer, 1, 20)
+    for arm in ("transfer", "shuffled", "mean", "handoff"):
+        with pytest.raises(MismatchError, match=f"arm {arm}: found no source cache"):
+            prefix_cache(pair, arm, ids, None)  # type: ignore[arg-type]
+
+
+def test_the_mean_has_the_right_positions(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
+    """Every token of the control has the mean key, turned to its own position: attention sees nothing but distance."""
+    source, target = (load(folder) for folder in tiny_pair)
+    pair = paired(fit_tiny(tiny_pair, tmp_path), source, target)
+    ids = heldout(target.tokenizer, 2, 20)
+    sources = source_pairs(pair, ids)
+    keys = read_cache(prefix_cache(pair, "mean", ids, sources))[1][0]
+    mean = mean_pairs(pair, sources)[1][0]
+    from kvfit.model.rope import angles, rotate
+
+    table = pair.mapper.spec.target.rope.table(1)
+    assert table is not None
+    turned = rotate(mean, table, angles(table, torch.tensor([7])))
+    assert torch.allclose(keys[1, :, 7], turned[0, :, 0], atol=1e-5)
+    assert torch.equal(keys[0], keys[1])

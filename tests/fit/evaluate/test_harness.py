@@ -1,0 +1,178 @@
+"""The model for lm-evaluation-harness, on a task that is defined here; no network."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fitted import fit_tiny, paired
+
+pytest.importorskip("lm_eval")
+
+from kvfit.errors import MismatchError
+from kvfit.fit.evaluate.arms import prefix_cache, source_pairs
+from kvfit.fit.evaluate.harness import ARMS, KvfitLM
+from kvfit.model.cache import forward, new_cache
+
+Loader = Callable[[Path | str], Any]
+QUESTIONS = [
+    ("And Moses said unto the people, remember this", [" day", " king", " of the house"], 0),
+    ("The ship went down by the stern, and all the", [" men", " walked into it"], 1),
+    ("In the beginning the heaven and the earth were", [" made", " so"], 0),
+]
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fit_tiny(tiny_pair, tmp_path_factory.mktemp("harness"))
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two tasks: one with choices, one that generates."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{"question": question, "choices": choices, "answer": answer} for question, choices, answer in QUESTIONS]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shared = [f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'rows.jsonl'}}}}}\ntest_split: test"]
+    (folder / "choices.yaml").write_text(
+        "\n".join(
+            [
+                "task: kvfit_choices",
+                *shared,
+                'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"',
+                'doc_to_choice: "{{choices}}"\ntarget_delimiter: ""\nmetric_list: [{metric: acc}]',
+            ]
+        )
+    )
+    (folder / "says.yaml").write_text(
+        "\n".join(
+            [
+                "task: kvfit_says",
+                *shared,
+                'output_type: generate_until\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{choices[answer]}}"',
+                'generation_kwargs: {until: ["\\n"], max_gen_toks: 5, do_sample: false}\nmetric_list: [{metric: exact_match}]',
+            ]
+        )
+    )
+    return folder
+
+
+def model(bundle: Path, tiny_pair: tuple[Path, Path], arm: Any, **options: Any) -> KvfitLM:
+    return KvfitLM(
+        str(bundle), arm, source=str(tiny_pair[0]), target=str(tiny_pair[1]), dtype="float32", device="cpu", **options
+    )
+
+
+@pytest.mark.parametrize("arm", ["native", "transfer", "handoff", "source", "no_context"])
+def test_choices_are_scored_as_written_out(
+    arm: Any, bundle: Path, tasks: Path, tiny_pair: tuple[Path, Path], load: Loader
+) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    found = simple_evaluate(
+        model(bundle, tiny_pair, arm), tasks=["kvfit_choices"], bootstrap_iters=0, log_samples=True,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )  # fmt: skip
+    source, target = (load(folder) for folder in tiny_pair)
+    pair = paired(bundle, source, target)
+    used = source.model if arm == "source" else target.model
+    right = 0
+    samples = sorted(found["samples"]["kvfit_choices"], key=lambda sample: sample["doc_id"])
+    for sample, (question, choices, answer) in zip(samples, QUESTIONS, strict=True):
+        scores = []
+        for choice, (scored, is_greedy) in zip(choices, sample["filtered_resps"], strict=True):
+            prompt = target.tokenizer(question)["input_ids"]
+            ids = torch.tensor([target.tokenizer(question + choice)["input_ids"]])
+            assert ids[0, : len(prompt)].tolist() == prompt
+            prefix = ids[:, : len(prompt) - 1]
+            cache = prefix_cache(pair, arm, prefix, source_pairs(pair, prefix))
+            logits = forward(used, ids[:, len(prompt) - 1 : -1], new_cache(used) if cache is None else cache)[0].double()
+            wanted = ids[0, len(prompt) :]
+            steps = logits.log_softmax(-1)[torch.arange(len(wanted)), wanted]
+            scores.append(float(steps.sum()))
+            assert float(scored) == pytest.approx(scores[-1], abs=1e-3)
+            assert str(is_greedy) == str(bool((logits.argmax(-1) == wanted).all()))
+        right += scores.index(max(scores)) == answer
+    assert found["results"]["kvfit_choices"]["acc,none"] == pytest.approx(right / 3)
+
+
+def test_answers_are_generated_from_the_mapped_prompt(
+    bundle: Path, tasks: Path, tiny_pair: tuple[Path, Path], load: Loader
+) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    found = simple_evaluate(
+        model(bundle, tiny_pair, "transfer"), tasks=["kvfit_says"], log_samples=True, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )  # fmt: skip
+    source, target = (load(folder) for folder in tiny_pair)
+    pair = paired(bundle, source, target)
+    for sample in found["samples"]["kvfit_says"]:
+        ids = torch.tensor([target.tokenizer(QUESTIONS[sample["doc_id"]][0])["input_ids"]])
+        cache = prefix_cache(pair, "transfer", ids[:, :-1], source_pairs(pair, ids[:, :-1]))
+        said, last = [], ids[:, -1:]
+        for _ in range(5):
+            last = forward(target.model, last, cache)[:, -1].argmax(-1, keepdim=True)
+            said.append(int(last))
+        assert sample["resps"][0][0] == target.tokenizer.decode(said).split("\n")[0]
+
+
+def test_the_registry_makes_the_model_from_its_arguments(bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
+    from lm_eval.api.registry import get_model
+
+    given = f"bundle={bundle},arm=source,source={tiny_pair[0]},target={tiny_pair[1]},exact_tail=3,recompute=0.1"
+    made = get_model("kvfit").create_from_arg_string(given, {"batch_size": 1, "device": "cpu", "max_batch_size": None})
+    assert isinstance(made, KvfitLM)
+    assert (made.arm, made.pair.exact_tail, made.pair.recompute) == ("source", 3, 0.1)
+    assert made.model is made.pair.source
+
+
+def harness(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command as the documentation has it, in a process of its own."""
+    command = [sys.executable, "-m", "kvfit.fit.evaluate.harness", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_starts() -> None:
+    done = harness("--help")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "run" in done.stdout
+
+
+@pytest.mark.slow  # the harness reads the names of all its own tasks first
+def test_the_command_knows_the_model(bundle: Path, tasks: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    given = f"bundle={bundle},arm=transfer,source={tiny_pair[0]},target={tiny_pair[1]},dtype=float32"
+    done = harness(
+        "run", "--model", "kvfit", "--model_args", given, "--tasks", "kvfit_choices", "--include_path", str(tasks),
+        "--device", "cpu", "--output_path", str(tmp_path / "out"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = [json.loads(path.read_text()) for path in (tmp_path / "out").rglob("results*.json")]
+    assert len(results) == 1
+    assert 0 <= results[0]["results"]["kvfit_choices"]["acc,none"] <= 1
+
+
+def test_what_cannot_be_moved_is_refused(bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
+    from lm_eval.api.instance import Instance
+
+    assert "shuffled" not in ARMS
+    with pytest.raises(MismatchError, match="arm: found 'shuffled'"):
+        model(bundle, tiny_pair, "shuffled")
+    with pytest.raises(MismatchError, match="arm raw: found two geometries"):
+        model(bundle, tiny_pair, "raw")
+    made = model(bundle, tiny_pair, "transfer", max_length=20)
+    with pytest.raises(MismatchError, match="task without prompts"):
+        made.loglikelihood_rolling([])
+    sampled = Instance("generate_until", {}, ("A question", {"until": [], "do_sample": True, "temperature": 0.7}), 0)
+    with pytest.raises(MismatchError, match="samples"):
+        made.generate_until([sampled])
+    # A prompt that does not fit loses its beginning.
+    assert made._fitted(list(range(30)), 5) == list(range(15, 30))
+    with pytest.raises(MismatchError, match="max_length"):
+        made._fitted([1], 20)

@@ -1,0 +1,170 @@
+"""Plans against real runs: the store's and the bundle's files, byte for byte."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kvfit.bundle.bundle import Bundle
+from kvfit.errors import MismatchError, RefError, UnsupportedModelError
+from kvfit.fit.capture import models
+from kvfit.fit.capture.capture import Options, capture
+from kvfit.fit.capture.geometry import Geometry
+from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.plan import Rates, measure_rates, plan
+from kvfit.fit.solve.solve import Options as SolveOptions
+from kvfit.fit.solve.solve import solve
+from kvfit.fit.stats.accumulate import Accumulator
+from kvfit.fit.stats.record import read_record
+from kvfit.fit.stats.store import Store
+from kvfit.spec import KINDS
+
+SOURCE, TARGET = "demo:source", "demo:target"
+FLOAT32 = models.Options(dtype="float32", device="cpu")
+SMALL = {"num_sequences": 12, "seq_len": 48, "token_stride": 3, "skip_tokens": 1}
+
+
+def test_sizes_equal_a_real_run(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    refs = str(tiny_pair[0]), str(tiny_pair[1])
+    planned = plan(*refs, top_k=2, **SMALL)
+    options = Options(holdout=0.3, **SMALL)
+    captured = capture(*refs, tmp_path / "pair.zarr", text=TextOptions("demo:text"), options=options, progress=False)
+    assert planned.tokens == captured.tokens == Store.open(captured.store).count("all")
+    chunks = sum(path.stat().st_size for path in captured.store.rglob("c.*"))
+    assert planned.store_bytes == chunks
+    bundle = Bundle.open(solve(captured.store, tmp_path / "bundle", options=SolveOptions(top_k=2), progress=False).bundle)
+    weights = sum(tensor.nbytes for layer in bundle.spec.layers for tensor in bundle.layer(layer.kind, layer.layer_index))
+    assert planned.bundle_bytes == weights
+
+
+def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path) -> None:
+    """Torch's own counter of floating-point operations is the oracle; a small budget makes several commits."""
+    options = Options(num_sequences=200, seq_len=64, token_stride=2, holdout=0.0)
+    budget = 14 << 20
+    planned = plan(SOURCE, TARGET, num_sequences=200, seq_len=64, token_stride=2, memory_budget=budget, batch_size=4)
+    captured = capture(
+        SOURCE, TARGET, tmp_path / "pair.zarr", text=TextOptions("demo:text"), options=options,
+        loading=(FLOAT32, FLOAT32), batch_size=4, memory_budget=budget, progress=False,
+    )  # fmt: skip
+    found = Store.open(captured.store)
+    assert planned.commits >= 4
+    assert read_record(captured.store).commit == planned.commits
+    with FlopCounterMode(display=False) as forward, torch.no_grad():
+        for ref in (SOURCE, TARGET):
+            model = models.load(ref, options=FLOAT32).model
+            for _ in range(50):
+                model(torch.ones(4, 64, dtype=torch.long))
+    # What the counter does not see are attention's scores, which are no parameters and little at 64 tokens.
+    assert planned.forward_flops == pytest.approx(forward.get_total_flops(), rel=0.02)
+    rows = [
+        {kind: [torch.randn(captured.tokens, model.width)] * model.n_layers for kind in KINDS}
+        for model in (found.source, found.target)
+    ]
+    with (
+        Accumulator.create(tmp_path / "again", source=found.source, target=found.target, recipe={}) as again,
+        FlopCounterMode(display=False) as statistics,
+    ):
+        again.add("fit", *rows, None)
+        again.finish(None)
+    assert planned.statistics_flops == statistics.get_total_flops()
+
+
+def test_a_budget_that_capture_would_refuse_is_refused() -> None:
+    with pytest.raises(MismatchError, match=r"--memory-budget: found 1048576 bytes, needed at least \d+KiB"):
+        plan("qwen3-8b", "qwen3-14b", memory_budget=1 << 20)
+
+
+def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:
+    rates = Rates("cpu", forward=2e12, float32=1e12, float64=5e11)
+    planned = plan("qwen3-14b", "qwen3-32b", rates=rates)
+    assert plan("qwen3-14b", "qwen3-32b").seconds is None
+    assert planned.seconds == {
+        "forward": planned.forward_flops / 2e12,
+        "statistics": planned.statistics_flops / 0.8e12,
+        "solve": planned.solve_flops / 3e11,
+    }
+    assert planned.to_json()["seconds"] == planned.seconds
+    assert "4.71e+04 TFLOP, at least 6.5 h" in str(planned)
+    assert "63, 7.09 TB read and written; a larger --memory-budget makes them fewer" in str(planned)
+    assert "fewer" not in str(plan("qwen3-14b", "qwen3-32b", memory_budget=32 << 30))
+
+
+def test_rates_are_of_this_machine() -> None:
+    rates = measure_rates("cpu", seconds=0.01)
+    assert rates.device == "cpu"
+    assert min(rates.forward, rates.float32, rates.float64) > 1e8
+
+
+def test_parameters_are_counted_from_the_configuration(tiny_pair: tuple[Path, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    planned = plan(str(tiny_pair[0]), str(tiny_pair[1]), **SMALL)
+    for folder, geometry in zip(tiny_pair, (planned.source, planned.target), strict=True):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert geometry.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert (geometry.n_heads, geometry.head_dim) == (2, 16)
+
+
+def test_a_published_pair_by_name() -> None:
+    """The bundle of the paper's 14B to 32B pair with 8 layers: 1.07 billion parameters (table 12), biases apart."""
+    planned = plan("qwen3-14b", "qwen3-32b", top_k=8)
+    assert planned.bundle_bytes / 4 == pytest.approx(1.07e9, rel=0.01)
+    assert plan("qwen3-14b", "qwen3-32b", top_k=8, support="head").bundle_bytes < planned.bundle_bytes / 7.9
+    assert planned.tokens == 128_000
+    assert "40 layers x 8 KV heads x 128" in str(planned)
+
+
+def test_what_cannot_be_planned_is_named() -> None:
+    with pytest.raises(RefError, match="found no such folder"):
+        plan("nothing", "qwen3-32b")
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config(num_layers=2, d_model=32, d_kv=8, num_heads=4).save_pretrained(tmp_path / "t5")
+    with pytest.raises(UnsupportedModelError, match="t5: found no causal language model for this configuration"):
+        plan(str(tmp_path / "t5"), "qwen3-32b")
+
+
+def test_a_pair_that_tokenizes_differently_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pair[1], other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(MismatchError, match="tokenizers: found 2 tokens with different ids"):
+        plan(str(tiny_pair[0]), str(other))
+    for path in other.glob("token*"):  # a configuration alone is enough for sizes
+        path.unlink()
+    assert plan(str(tiny_pair[0]), str(other)).target.n_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [(336, "336 parameters"), (336_320, "336 k p"), (2.5e6, "2.5 M p"), (8e9, "8 B p"), (1.2e12, "1.2e+03 B")],
+)
+def test_parameters_have_a_readable_unit(parameters: float, text: str) -> None:
+    planned = replace(plan("qwen3-8b", "qwen3-32b"), source=Geometry("x", 1, 1, 1, parameters))
+    assert text in str(planned)
+
+
+def test_a_folder_has_no_revision(tiny_pair: tuple[Path, Path]) -> None:
+    with pytest.raises(RefError, match="found revision v1 beside a folder"):
+        plan(str(tiny_pair[0]), str(tiny_pair[1]), revisions=("v1", None))
+
+
+def test_a_built_in_model_has_no_revision() -> None:
+    with pytest.raises(RefError, match="found revision v1 beside a built-in model"):
+        plan("demo:source", "demo:target", revisions=("v1", None))
+
+
+def test_no_name_is_no_folder() -> None:
+    with pytest.raises(RefError, match="found no such folder"):
+        plan("", "demo:target")

@@ -1,0 +1,193 @@
+"""The card: a pure function of the bundle, held by a golden file; and its metadata as the Hub's client reads them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from bundle_factory import evaluated_bundle, evaluation, make_bundle, mapper_spec
+
+from kvfit.bundle.bundle import Bundle, add_files, write_bundle
+from kvfit.errors import BundleError
+from kvfit.hub.card import MARK, check_metadata, is_generated, metadata, render_card, write_card
+
+GOLDEN = Path(__file__).parents[1] / "data" / "card.md"
+FROZEN = Path(__file__).parents[1] / "data" / "bundle-v1"
+
+
+def test_the_golden_card():
+    """Change it on purpose with KVFIT_WRITE_GOLDEN=1, and look at what changed."""
+    text = render_card(Bundle.open(FROZEN), ref="org/mapper", license="apache-2.0")
+    if os.environ.get("KVFIT_WRITE_GOLDEN"):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_clients_own_reader_agrees_on_the_metadata(tmp_path):
+    bundle = Bundle.open(evaluated_bundle(tmp_path / "b"))
+    found = check_metadata(render_card(bundle, ref="org/mapper", license="mit"), "b")
+    assert found == metadata(bundle, "mit")
+    assert found["base_model"] == ["org/small", "org/large"]
+    assert found["datasets"] == ["example-org/plain-text"]
+    assert found["library_name"] == "kvfit"
+    assert found["license"] == "mit"
+
+
+@pytest.mark.parametrize("dataset", ["/data/text.jsonl", "./text", "text.jsonl", "demo:text", None, 7, "a/b/c"])
+def test_no_local_name_gets_into_the_metadata(tmp_path, dataset):
+    spec = mapper_spec(source="demo:source", target="my-local-model")
+    from bundle_factory import SOLVE, weights
+
+    write_bundle(tmp_path / "b", spec, weights(spec), recipe={"text": {"dataset": dataset}}, solve=SOLVE)
+    found = metadata(Bundle.open(tmp_path / "b"))
+    assert "base_model" not in found
+    assert "datasets" not in found
+    assert "license" not in found
+
+
+def test_one_hub_model_is_still_named(tmp_path):
+    bundle = Bundle.open(make_bundle(tmp_path / "b", mapper_spec(source="demo:source")))
+    assert metadata(bundle)["base_model"] == ["org/large"]
+
+
+def test_a_card_without_evaluation_says_so_and_one_of_other_weights_too(tmp_path):
+    plain = make_bundle(tmp_path / "a")
+    assert "Not evaluated yet" in render_card(Bundle.open(plain))
+    other = Bundle.open(make_bundle(tmp_path / "b", seed=1))
+    add_files(plain, {"evaluation.json": json.dumps(evaluation(other)).encode()})
+    text = render_card(Bundle.open(plain))
+    assert "Not evaluated yet" in text
+    assert "0.600" not in text
+
+
+def test_a_failed_verdict_is_said_with_its_reasons(tmp_path):
+    text = render_card(Bundle.open(evaluated_bundle(tmp_path / "b", "fail")))
+    assert "Verdict of the evaluation: **fail**" in text
+    assert "share of gap 0.10, needed 0.25" in text
+
+
+@pytest.mark.parametrize(
+    "solve", [{}, {"probe": []}, {"probe": {"keys": {"holdout": [[1]]}}}, {"r2": 3, "tokens": [], "options": None}]
+)
+@pytest.mark.parametrize("recipe", [{}, {"text": [], "options": {"seed": {"a": "|"}}}])
+def test_records_of_another_form_are_left_out_not_stumbled_over(tmp_path, solve, recipe):
+    from bundle_factory import weights
+
+    spec = mapper_spec()
+    write_bundle(tmp_path / "b", spec, weights(spec), recipe=recipe, solve=solve)
+    text = render_card(Bundle.open(tmp_path / "b"))
+    assert "R2 of single source layers" not in text
+
+
+def test_an_evaluation_of_another_form_too(tmp_path):
+    folder = make_bundle(tmp_path / "b")
+    digest = Bundle.open(folder).weights_digest
+    for arms in ({}, [], {"handoff": 3}, {"handoff": {"nll": "<b>|x\n", "interval": [1]}}):
+        document = {"verdict": "pass", "weights_digest": digest, "arms": arms, "milliseconds": 3, "reasons": "no"}
+        add_files(folder, {"evaluation.json": json.dumps(document).encode()})
+        text = render_card(Bundle.open(folder))
+        assert "<b>" not in text
+        for line in text.splitlines():
+            if line.startswith("| `handoff`"):
+                assert line.replace("\\|", "").count("|") == 5
+
+
+def test_every_table_has_as_many_cells_in_every_row():
+    text = render_card(Bundle.open(FROZEN), ref="org/mapper")
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 4
+    for table in tables:
+        assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+
+
+def test_the_lines_of_python_compile():
+    text = render_card(Bundle.open(FROZEN), ref="org/mapper")
+    code = text.split("```python\n")[1].split("```")[0]
+    compile(code, "card", "exec")
+    assert 'load_mapper("org/mapper")' in code
+
+
+def test_the_lines_of_python_are_what_was_judged(tmp_path):
+    """A map that recalls with guided recompute alone must not be shown without it."""
+    folder = evaluated_bundle(tmp_path / "b")
+    evaluation = dict(Bundle.open(folder).evaluation)
+    evaluation["options"] = {"exact_head": 2, "exact_tail": 16, "recompute": 0.1}
+    add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
+    text = render_card(Bundle.open(folder))
+    arguments = "exact_head=2, exact_tail=16, recompute=0.1, guide=source_model"
+    assert f"handoff(mapper, target_model, input_ids, source_cache, {arguments})" in text
+    assert f"mapped cache with `{arguments}`, as in use" in text
+    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+    evaluation["options"] = {"exact_head": "2) or (", "recompute": True}
+    add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
+    assert "source_cache, exact_head=1)" in render_card(Bundle.open(folder))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "sentence"),
+    [
+        ({"checked": True, "left_out": 0}, "Neither fit nor selection saw any of these documents."),
+        (
+            {"checked": True, "left_out": 3},
+            "Neither fit nor selection saw any of these documents; 3 documents that they did see were left out.",
+        ),
+        ({"checked": True, "left_out": "<b>"}, "Neither fit nor selection saw any of these documents."),
+        ({"checked": "yes"}, "is not known"),
+        ({"checked": False, "left_out": 0}, "is not known"),
+        (None, "is not known"),
+    ],
+)
+def test_that_text_was_unseen_is_said_only_where_it_was_looked_up(tmp_path, overlap, sentence):
+    folder = evaluated_bundle(tmp_path / "b")
+    evaluation = {**Bundle.open(folder).evaluation, "overlap": overlap}
+    add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
+    text = render_card(Bundle.open(folder))
+    assert sentence in text
+    assert ("Neither fit" in text) == ("Neither fit" in sentence)
+
+
+def test_plots_are_shown(tmp_path):
+    folder = make_bundle(tmp_path / "b")
+    add_files(folder, {"r2-keys.png": b"\x89PNG"})
+    assert "![r2-keys](r2-keys.png)" in render_card(Bundle.open(folder))
+
+
+def test_write_card_follows_the_evaluation_and_keeps_an_authors_text(tmp_path):
+    folder = make_bundle(tmp_path / "b")
+    write_card(folder)
+    assert "Not evaluated yet" in (folder / "README.md").read_text()
+    add_files(folder, {"evaluation.json": json.dumps(evaluation(Bundle.open(folder))).encode()})
+    write_card(folder, license="mit")
+    assert (folder / "README.md").read_text() == render_card(Bundle.open(folder), license="mit")
+    add_files(folder, {"README.md": b"mine\n"})
+    write_card(folder)
+    assert (folder / "README.md").read_bytes() == b"mine\n"
+
+
+def test_generated_cards_are_known_by_their_last_line():
+    text = render_card(Bundle.open(FROZEN))
+    assert is_generated(text)
+    assert not is_generated(text.replace(MARK, ""))
+    assert not is_generated(text + "and more\n")
+
+
+@pytest.mark.parametrize(
+    ("front", "what"),
+    [
+        ("library_name: kvfit\nbase_model: /models/x", "base_model"),
+        ("library_name: kvfit\nbase_model: [org/a, ../b]", "base_model"),
+        ("library_name: kvfit\ndatasets: [./text.jsonl]", "datasets"),
+        ("library_name: transformers", "library_name"),
+        ("license: mit", "library_name"),
+        ("library_name: [", "metadata"),
+        ("library_name: kvfit\nbase_model: {a: b}", "base_model"),
+    ],
+)
+def test_metadata_that_the_hub_would_refuse_or_that_leak_a_path(front, what):
+    with pytest.raises(BundleError, match=what) as caught:
+        check_metadata(f"---\n{front}\n---\n# x\n", "b")
+    assert "\n" not in str(caught.value)
+
+
+def test_old_names_of_data_sets_are_fine():
+    assert check_metadata("---\nlibrary_name: kvfit\ndatasets: [squad, org/x]\n---\n", "b")["datasets"] == ["squad", "org/x"]

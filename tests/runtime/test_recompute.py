@@ -1,0 +1,366 @@
+"""Guided recompute: the tokens chosen and the pass over them, against slow written-out references."""
+
+import copy
+import random
+
+import pytest
+import torch
+import zoo
+from made_mappers import cache_of, content, mapper_spec, prefilled, random_mapper, same, spec_of
+
+from kvfit import handoff
+from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.model import cache as caches
+from kvfit.runtime.recompute import choose_tokens, guided_tokens
+from kvfit.runtime.rewrite import rewrite
+
+FAMILIES = {family.name: family for family in zoo.FAMILIES}
+# Every way in which attention differs between families, in either backend that the family has.
+EAGER_ONLY = {"gemma2", "gpt-oss"}
+CASES = [
+    (name, backend)
+    for name in FAMILIES
+    for backend in (("eager",) if name in EAGER_ONLY else ("eager", "sdpa"))
+    if backend == "eager"
+    or name in {"qwen2-window", "qwen3", "llama", "mistral-window", "gemma3", "cohere2", "smollm3", "phi3"}
+]
+
+
+def build(name, backend="eager"):
+    return zoo.build(FAMILIES[name], attn_implementation=backend)
+
+
+def tokens(batch, length, seed=0):
+    return torch.randint(5, 90, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(ids, paddings):
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate(paddings):
+        mask[row, :padding] = 0
+    return mask
+
+
+def one_at_a_time(model, ids, mask, cache, chosen):
+    """Each chosen token of each row alone, in order, on top of what the earlier ones have by then; per row keys and values."""
+    rows = []
+    for row in range(ids.shape[0]):
+        current = [(k[row : row + 1].clone(), v[row : row + 1].clone()) for k, v in caches.read_cache(cache)]
+        for token in sorted(set(chosen[row].tolist())):
+            seen = caches.full_cache()
+            for layer, (keys, values) in enumerate(current):
+                caches.append(seen, layer, keys[:, :, :token], values[:, :, :token])
+            position = mask[row, : token + 1].sum() - 1
+            with torch.no_grad():
+                model(
+                    input_ids=ids[row : row + 1, token : token + 1],
+                    attention_mask=mask[row : row + 1, : token + 1],
+                    position_ids=position.clamp(min=0)[None, None],
+                    **{caches.cache_argument(model): seen},
+                )
+            for (keys, values), layer in zip(current, seen.layers, strict=True):
+                keys[:, :, token], values[:, :, token] = layer.keys[:, :, token], layer.values[:, :, token]
+        rows.append(current)
+    return rows
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_the_pass_equals_one_token_at_a_time(name, backend):
+    model = build(name, backend)
+    batch, length = 2, 44
+    ids = tokens(batch, length)
+    mask = left_padded(ids, (0, 5))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    generator = torch.Generator().manual_seed(3)
+    native = prefilled(model, ids, mask, cache=caches.full_cache())
+    noisy = cache_of(
+        [
+            (k + torch.randn(k.shape, generator=generator), v + torch.randn(v.shape, generator=generator))
+            for k, v in caches.read_cache(native)
+        ]
+    )
+    chosen = torch.tensor([[0, 1, 9, 10, 11, 30, 43], [6, 7, 20, 20, 31, 41, 42]])
+    wanted = one_at_a_time(model, ids, mask, noisy, chosen)
+    before = content(noisy)
+    windows = caches.layer_windows(model, 3)
+    rewrite(model, ids, noisy, chosen, position_ids=positions, attention_mask=mask, windows=windows)
+    for row in range(batch):
+        for (keys, values), (wanted_keys, wanted_values) in zip(caches.read_cache(noisy), wanted[row], strict=True):
+            assert torch.allclose(keys[row], wanted_keys[0], atol=2e-4, rtol=1e-4)
+            assert torch.allclose(values[row], wanted_values[0], atol=2e-4, rtol=1e-4)
+        rest = sorted(set(range(length)) - set(chosen[row].tolist()))
+        assert all(torch.equal(now[row, :, rest], then[row, :, rest]) for now, then in zip(content(noisy), before, strict=True))
+    assert not torch.allclose(content(noisy)[0], before[0], atol=0.1)
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_pair, load):
+    source, target = (load(folder).model for folder in tiny_pair)
+    return source, target, random_mapper(mapper_spec(spec_of(source), spec_of(target), [[0, 1], [1], [1, 2], [2]]))
+
+
+def close(found, wanted, atol=1e-4):
+    for a, b in zip(content(found), content(wanted), strict=True):
+        assert torch.allclose(a, b, atol=atol), float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("paddings", [(0, 0), (0, 7)])
+@pytest.mark.parametrize("head", [0, 1])
+def test_all_tokens_are_a_prefill_and_none_a_transfer(pair, head, paddings):
+    source, target, mapper = pair
+    ids = tokens(2, 30)
+    mask = left_padded(ids, paddings)
+    cache = prefilled(source, ids, mask)
+    native = prefilled(target, ids[:, :29], mask[:, :29])
+    plain = handoff(mapper, target, ids, cache, attention_mask=mask, exact_head=head)
+    shared = {"attention_mask": mask, "exact_head": head}
+    for arguments in ({"exact_tokens": range(29)}, {"recompute": 1.0, "guide": source}):
+        moved = handoff(mapper, target, ids, cache, **shared, **arguments)
+        for a, b, c in zip(content(moved.cache), content(native), content(plain.cache), strict=True):
+            real = mask[:, None, :29, None].bool().expand_as(a)
+            assert torch.allclose(a[real], b[real], atol=1e-4)
+            assert not torch.allclose(c[real], b[real], atol=0.1)  # the control: the transfer itself is far from it
+    for arguments in (
+        {"exact_tokens": []},
+        {"recompute": 0.0, "guide": source},
+        {"exact_tokens": torch.zeros(2, 0, dtype=torch.long)},
+    ):
+        none = handoff(mapper, target, ids, cache, **shared, **arguments)
+        assert same(none.cache, plain.cache)
+        assert none.recomputed is None
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2-window", "mistral-window"])
+def test_windows(name):
+    model = build(name, "sdpa")
+    spec = spec_of(model)
+    mapper = random_mapper(mapper_spec(spec, spec, [[0, 1], [1], [2]]))
+    ids = tokens(2, 61)
+    source = prefilled(model, ids[:, :60], cache=caches.full_cache())
+    every = handoff(mapper, model, ids, source, exact_tokens=range(60))
+    native = prefilled(model, ids[:, :60])
+    assert [layer.keys.shape for layer in every.cache.layers] == [layer.keys.shape for layer in native.layers]
+    close(every.cache, native)
+    # Some tokens, then the exact tail on top: as one at a time on full-length layers.
+    some = handoff(mapper, model, ids, source, exact_tail=6, exact_tokens=[3, 20, 21, 50])
+    base = handoff(mapper, model, ids[:, :55], [(k[:, :, :54], v[:, :, :54]) for k, v in caches.read_cache(source)])
+    assert base.n_mapped == 53
+    whole = caches.full_cache()
+    caches.forward(model, ids[:, :1], whole, base=True)
+    for layer, (keys, values) in enumerate(mapper.transfer_layers(source)):
+        caches.append(whole, layer, keys[:, :, 1:54], values[:, :, 1:54])
+    chosen = torch.tensor([[3, 20, 21, 50]] * 2)
+    rows = one_at_a_time(model, ids, torch.ones_like(ids), whole, chosen)
+    wanted = cache_of([tuple(torch.cat(halves) for halves in zip(*layer, strict=True)) for layer in zip(*rows, strict=True)])
+    caches.forward(model, ids[:, 54:60], wanted, base=True)
+    for layer, (keys, values) in zip(some.cache.layers, caches.read_cache(wanted), strict=True):
+        stored = layer.keys.shape[2]
+        assert torch.allclose(layer.keys, keys[:, :, -stored:], atol=2e-4)
+        assert torch.allclose(layer.values, values[:, :, -stored:], atol=2e-4)
+
+
+def test_a_next_turn_on_windowed_layers():
+    model = build("gemma3", "sdpa")
+    spec = spec_of(model)
+    mapper = random_mapper(mapper_spec(spec, spec, [[0, 1], [1], [2]]))
+    ids = tokens(1, 81)
+    source = prefilled(model, ids[:, :80], cache=caches.full_cache())
+    first = handoff(mapper, model, ids[:, :51], [(k[:, :, :50], v[:, :, :50]) for k, v in caches.read_cache(source)])
+    # Token 10 lies where a windowed layer has dropped what it would need; only the new ones are run again.
+    chosen = {"exact_tokens": [10, 50, 51, 60, 79]}
+    kept = content(first.cache)
+    moved = handoff(mapper, model, ids, source, target_cache=first.cache, target_ids=ids[:, :50], **chosen)
+    assert moved.recomputed.tolist() == [[50, 50, 51, 60, 79]]
+    assert moved.n_reused == 50
+    assert same(first.cache, kept)  # made anew
+    at_once = handoff(mapper, model, ids, source, exact_tokens=[50, 51, 60, 79])
+    close(moved.cache, at_once.cache)
+
+
+def test_an_earlier_turns_tokens_can_be_run_again(pair):
+    """A question may be about what was moved turns ago."""
+    source, target, mapper = pair
+    ids = tokens(1, 41)
+    first = handoff(mapper, target, ids[:, :21], prefilled(source, ids[:, :20]))
+    cache = prefilled(source, ids[:, :40])
+    moved = handoff(mapper, target, ids, cache, target_cache=first.cache, target_ids=ids[:, :20], exact_tokens=[7, 8, 30])
+    close(moved.cache, handoff(mapper, target, ids, cache, exact_tokens=[7, 8, 30]).cache)
+
+
+def test_rows_choose_for_themselves(pair):
+    source, target, mapper = pair
+    ids = tokens(3, 25)
+    cache = prefilled(source, ids)
+    chosen = torch.tensor([[9, 3, 20], [5, 5, 5], [22, 23, 1]])
+    moved = handoff(mapper, target, ids, cache, exact_tokens=chosen)
+    for row in range(3):
+        alone = [(k[row : row + 1], v[row : row + 1]) for k, v in caches.read_cache(cache)]
+        single = handoff(mapper, target, ids[row : row + 1], alone, exact_tokens=sorted(set(chosen[row].tolist())))
+        for a, b in zip(content(moved.cache), content(single.cache), strict=True):
+            assert torch.allclose(a[row], b[0], atol=1e-4)
+
+
+def test_tokens_of_the_tail_are_exact_anyway(pair):
+    source, target, mapper = pair
+    ids = tokens(1, 25)
+    cache = prefilled(source, ids)
+    plain = handoff(mapper, target, ids, cache, exact_tail=5)
+    close(handoff(mapper, target, ids, cache, exact_tail=5, exact_tokens=[20, 23]).cache, plain.cache)
+    both = handoff(mapper, target, ids, cache, exact_tail=5, exact_tokens=[4, 23])
+    close(both.cache, handoff(mapper, target, ids, cache, exact_tail=5, exact_tokens=[4]).cache)
+
+
+def attentions(model, ids, mask, prefix):
+    """(B, L * Hq, prefix) attention of the last token, from the model's own eager path over everything at once."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        found = eager(input_ids=ids, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False)
+    return torch.cat([weights[:, :, -1, :prefix] for weights in found.attentions], 1).double()
+
+
+def reference_choice(weights, first_real, n_tokens, count, window=16, n_heads=16):
+    """One row: the strongest heads, their mean, the best windows, in plain Python."""
+    heads = [row[:n_tokens] for row in weights]
+    strength = [max(row[first_real + 1 :]) for row in weights]
+    best = sorted(range(len(heads)), key=lambda head: -strength[head])[:n_heads]
+    mean = [sum(heads[head][t] for head in best) / len(best) if t > first_real else 0.0 for t in range(n_tokens)]
+    starts = range(n_tokens - min(window, n_tokens) + 1)
+    chosen = []
+    for start in sorted(starts, key=lambda start: -sum(mean[start : start + window])):
+        for token in sorted(range(start, min(start + window, n_tokens)), key=lambda token: -mean[token]):
+            if token not in chosen and token > first_real and len(chosen) < count:
+                chosen.append(token)
+    return sorted(chosen)
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+@pytest.mark.parametrize("n_new", [1, 4])
+def test_the_guide_equals_its_own_attention(name, backend, n_new, monkeypatch):
+    monkeypatch.setattr("kvfit.runtime.recompute.N_HEADS", 2)  # of 12, so that it matters which
+    model = build(name, backend)
+    prefix = 60
+    ids = tokens(2, prefix + n_new)
+    mask = left_padded(ids, (0, 9))
+    pairs = caches.read_cache(prefilled(model, ids[:, :prefix], mask[:, :prefix], cache=caches.full_cache()))
+    before = [half.clone() for pair in pairs for half in pair]
+    found = guided_tokens(model, pairs, ids, prefix=prefix, n_tokens=55, fraction=0.3, attention_mask=mask)
+    weights = attentions(model, ids, mask, prefix)
+    for row, first_real in enumerate((0, 9)):
+        assert found[row].tolist() == reference_choice(weights[row].tolist(), first_real, 55, 17, n_heads=2)
+    assert all(torch.equal(a, b) for a, b in zip(before, [half for pair in pairs for half in pair], strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choice_of_tokens(seed):
+    rng = random.Random(seed)
+    n_tokens, n_heads = rng.randrange(1, 120), rng.randrange(1, 5)
+    weights = torch.rand(2, n_heads, n_tokens, generator=torch.Generator().manual_seed(seed)) ** 8
+    eligible = torch.ones(2, n_tokens, dtype=torch.bool)
+    eligible[:, 0] = False
+    count = rng.randrange(0, n_tokens + 1)
+    found = choose_tokens(weights, eligible, count)
+    assert found.shape == (2, count)
+    for row in range(2):
+        chosen = found[row].tolist()
+        assert chosen == sorted(set(chosen))
+        wanted = reference_choice(weights[row].double().tolist(), 0, n_tokens, min(count, n_tokens - 1))
+        assert [token for token in chosen if token] == wanted  # token 0 only when all others are chosen
+        assert (0 in chosen) == (count == n_tokens)
+
+
+def test_the_needle_is_found_and_a_wrong_head_would_not_find_it():
+    weights = torch.full((1, 4, 200), 1e-4)
+    weights[0, 2, 77] = 0.9
+    eligible = torch.ones(1, 200, dtype=torch.bool)
+    chosen = choose_tokens(weights, eligible, 20)[0].tolist()
+    assert 77 in chosen
+    assert max(chosen) - min(chosen) < 31
+    assert 77 not in choose_tokens(weights[:, :2], eligible, 20)[0].tolist()
+
+
+def test_budget():
+    model = build("qwen3")
+    ids = tokens(1, 31)
+    pairs = caches.read_cache(prefilled(model, ids[:, :30]))
+
+    def count(fraction):
+        return guided_tokens(model, pairs, ids, prefix=30, n_tokens=30, fraction=fraction).shape[1]
+
+    assert [count(fraction) for fraction in (0, 0.01, 0.1, 0.2, 0.5, 1)] == [0, 1, 3, 6, 15, 30]
+    with pytest.raises(MismatchError, match=r"recompute: found 1\.1"):
+        count(1.1)
+
+
+def test_nothing_is_left_behind_in_the_guide():
+    model = build("llama", "sdpa")
+    ids = tokens(1, 31)
+    pairs = caches.read_cache(prefilled(model, ids[:, :30]))
+    before = (model.config.to_dict(), model.config._attn_implementation, torch.nn.functional.scaled_dot_product_attention)
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    guided_tokens(model, pairs, ids, prefix=30, n_tokens=30, fraction=0.2)
+    after = (model.config.to_dict(), model.config._attn_implementation, torch.nn.functional.scaled_dot_product_attention)
+    assert before == after
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+
+def test_no_attention_over_more_than_one_query_is_kept(monkeypatch):
+    """The guide reads the last token's weights only, however many new tokens there are."""
+    from kvfit.runtime import recompute
+
+    taken = []
+    take = recompute._Heads._take
+    monkeypatch.setattr(
+        recompute._Heads, "_take", lambda self, layer, weights: (taken.append(tuple(weights.shape)), take(self, layer, weights))
+    )
+    model = build("qwen3", "sdpa")
+    ids = tokens(2, 50)
+    pairs = caches.read_cache(prefilled(model, ids[:, :30]))
+    guided_tokens(model, pairs, ids, prefix=30, n_tokens=30, fraction=0.2)
+    assert taken == [(2, 4, 50)] * 3
+
+
+def test_other_kernels_are_refused():
+    model = build("llama")
+    ids = tokens(1, 11)
+    pairs = caches.read_cache(prefilled(model, ids[:, :10]))
+    other = copy.deepcopy(model)
+    other.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match="found attention implementation flash_attention_2, needed sdpa or eager"):
+        guided_tokens(other, pairs, ids, prefix=10, n_tokens=10, fraction=0.2)
+    with pytest.raises(UnsupportedModelError, match="to run chosen tokens"):
+        rewrite(
+            other,
+            ids,
+            cache_of(pairs),
+            torch.tensor([[1]]),
+            position_ids=torch.arange(11)[None],
+            attention_mask=torch.ones(1, 11),
+            windows=(None,) * 3,
+        )
+
+
+def test_attention_that_cannot_be_seen_is_refused(monkeypatch):
+    model = build("llama", "sdpa")
+    ids = tokens(1, 11)
+    pairs = caches.read_cache(prefilled(model, ids[:, :10]))
+    monkeypatch.setattr("kvfit.runtime.recompute._Watch._seen", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=r"llama, layer 0: found no attention of it"):
+        guided_tokens(model, pairs, ids, prefix=10, n_tokens=10, fraction=0.2)
+
+
+def test_a_static_target_cache_is_refused(pair):
+    """Its memory is of a fixed length. Nothing has been changed then; without chosen tokens it is taken."""
+    from transformers import StaticCache
+
+    source, target, mapper = pair
+    ids = tokens(1, 20)
+    static = prefilled(target, ids[:, :6], cache=StaticCache(config=target.config, max_cache_len=40))
+    before = content(static)
+    arguments = {"target_cache": static, "target_ids": ids[:, :6], "exact_tokens": [3, 9]}
+    with pytest.raises(MismatchError, match=r"cache layer 0: found StaticLayer, needed a dynamic cache to run chosen"):
+        handoff(mapper, target, ids, prefilled(source, ids), **arguments)
+    assert same(static, before)
+    moved = handoff(mapper, target, ids, prefilled(source, ids), **{**arguments, "exact_tokens": None})
+    assert (moved.cache is static, moved.n_reused, moved.n_mapped) == (True, 6, 13)

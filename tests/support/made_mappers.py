@@ -1,0 +1,173 @@
+"""Mappers made by hand, and a transfer written out token by token to compare with."""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.model import cache as caches
+from kvfit.model.identity import config_digest, weight_fingerprint
+from kvfit.model.probe import probe
+from kvfit.runtime.mapper import Mapper
+from kvfit.spec import KINDS, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def model_spec(n_layers: int, n_heads: int, head_dim: int, rope: RopeSpec | None = None, **more: Any) -> ModelSpec:
+    """A model that exists only as a spec; rotation with two tables, the second interleaved, partial and scaled."""
+    if rope is None:
+        half = head_dim // 2
+        first = RopeTable(tuple(torch.tensor([100.0 ** (-i / half) for i in range(half)]).tolist()), 2 * half, "half", 1.0)
+        part = max(1, half // 2)
+        second = RopeTable(
+            tuple(torch.tensor([10.0 ** (-i / part) for i in range(part)]).tolist()), 2 * part, "interleaved", 1.25
+        )
+        rope = RopeSpec((first, second), tuple((0, 1, None)[i % 3] for i in range(n_layers)))
+    values: dict[str, Any] = {
+        "ref": "made/up", "revision": None, "family": "made", "n_layers": n_layers, "n_heads": n_heads, "head_dim": head_dim,
+        "n_query_heads": n_heads, "windows": (None,) * n_layers, "rope": rope, "tokenizer_fingerprint": "t",
+        "config_digest": "c", "weight_fingerprint": "w", "dtype": "float32", "quantisation": None,
+    }  # fmt: skip
+    return ModelSpec(**{**values, **more})
+
+
+def spec_of(model: Any, ref: str = "made/up") -> ModelSpec:
+    """The spec of a loaded model."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return model_spec(
+        config.num_hidden_layers,
+        heads,
+        head_dim,
+        probe(model).rope,
+        ref=ref,
+        family=model.config.model_type,
+        n_query_heads=config.num_attention_heads,
+        windows=caches.layer_windows(model, config.num_hidden_layers),
+        config_digest=config_digest(model.config),
+        weight_fingerprint=weight_fingerprint(model),
+    )
+
+
+def mapper_spec(
+    source: ModelSpec,
+    target: ModelSpec,
+    sets: Sequence[Sequence[int]],
+    *,
+    support: Any = "full",
+    inputs: Any = "same",
+    keys_rotated: bool = False,
+) -> MapperSpec:
+    """Target layer t reads source layers ``sets[t]``."""
+    layers = [LayerMap(kind, t, tuple(chosen), 0.0, 0.0, 0.0) for t, chosen in enumerate(sets) for kind in KINDS]
+    return MapperSpec(1, "0.1.0", source, target, keys_rotated, support, inputs, "none", "float32", tuple(layers))
+
+
+def random_mapper(spec: MapperSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> Mapper:
+    """Random weights that keep the size of their inputs, and random biases."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in spec.layers:
+        shape = spec.weight_shape(layer.kind, layer.layer_index)
+        weight = torch.randn(shape, generator=generator) / shape[-2] ** 0.5
+        bias = torch.randn(spec.target.width, generator=generator)
+        weights[layer.kind, layer.layer_index] = (weight.to(dtype), bias.to(dtype))
+    return Mapper(spec, weights, verdict="pass")
+
+
+def identity_mapper(model: Any) -> Mapper:
+    """A model to itself: weight one, bias zero."""
+    side = spec_of(model)
+    spec = mapper_spec(side, side, [[i] for i in range(side.n_layers)])
+    return Mapper(
+        spec, {(layer.kind, layer.layer_index): (torch.eye(side.width), torch.zeros(side.width)) for layer in spec.layers}
+    )
+
+
+def random_pairs(spec: ModelSpec, batch: int, n_tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pairs:
+    """A cache's content, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, spec.n_heads, n_tokens, spec.head_dim)
+    return [tuple(torch.randn(shape, generator=generator).to(dtype) for _ in KINDS) for _ in range(spec.n_layers)]
+
+
+def turned(row: list[float], table: RopeTable | None, position: int, inverse: bool) -> list[float]:
+    """One head's key of one token, rotated plane by plane as a complex number."""
+    if table is None:
+        return row
+    out = list(row)
+    half = table.rotated_width // 2
+    for plane, frequency in enumerate(table.inverse_frequencies):
+        a, b = (plane, plane + half) if table.pairing == "half" else (2 * plane, 2 * plane + 1)
+        factor = table.attention_scaling * cmath.exp(1j * position * frequency)
+        number = complex(row[a], row[b]) / factor if inverse else complex(row[a], row[b]) * factor
+        out[a], out[b] = number.real, number.imag
+    return out
+
+
+def reference_transfer(mapper: Mapper, pairs: Pairs, positions: Tensor) -> Pairs:
+    """The definition of a transfer, one token, head and feature at a time, in Python's own numbers."""
+    spec = mapper.spec
+    source, target = spec.source, spec.target
+    batch, _, total, _ = pairs[0][0].shape
+    out = []
+    for t in range(target.n_layers):
+        halves = []
+        for kind in KINDS:
+            weight, bias = (part.double() for part in mapper._weights[kind, t])
+            result = torch.zeros(batch, target.n_heads, total, target.head_dim, dtype=torch.float64)
+            for b in range(batch):
+                for i in range(total):
+                    position = int(positions[i] if positions.dim() == 1 else positions[b, i])
+                    for head in range(target.n_heads):
+                        features: list[float] = []
+                        for read in KINDS if spec.inputs == "both" else (kind,):
+                            for s in spec.layer(kind, t).source_layers:
+                                for h in range(source.n_heads):
+                                    if spec.support == "head" and h != head * source.n_heads // target.n_heads:
+                                        continue
+                                    row = pairs[s][KINDS.index(read)][b, h, i].double().tolist()
+                                    table = source.rope.table(s) if read == "keys" and not spec.keys_rotated else None
+                                    features += turned(row, table, position, True)
+                        columns = range(head * target.head_dim, (head + 1) * target.head_dim)
+                        if spec.support == "head":
+                            made = torch.tensor(features, dtype=torch.float64) @ weight[head] + bias[list(columns)]
+                        else:
+                            made = torch.tensor(features, dtype=torch.float64) @ weight[:, list(columns)] + bias[list(columns)]
+                        table = target.rope.table(t) if kind == "keys" and not spec.keys_rotated else None
+                        result[b, head, i] = torch.tensor(turned(made.tolist(), table, position, False), dtype=torch.float64)
+            halves.append(result)
+        out.append((halves[0], halves[1]))
+    return out
+
+
+def cache_of(pairs: Pairs) -> Any:
+    """A transformers cache that holds copies of them."""
+    cache = caches.full_cache()
+    for layer_index, (keys, values) in enumerate(pairs):
+        caches.append(cache, layer_index, keys.clone(), values.clone())
+    return cache
+
+
+def content(cache: Any) -> list[Tensor]:
+    """Keys and values of every layer that holds any, copied."""
+    return [half.clone() for layer in cache.layers if layer.keys is not None for half in (layer.keys, layer.values)]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two caches (or lists of tensors) are equal bit for bit."""
+    a, b = (content(x) if hasattr(x, "layers") else list(x) for x in (left, right))
+    return len(a) == len(b) and all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+def prefilled(model: Any, ids: Tensor, mask: Tensor | None = None, cache: Any = None) -> Any:
+    """The model's own cache of some tokens."""
+    cache = caches.new_cache(model) if cache is None else cache
+    caches.forward(model, ids, cache, attention_mask=mask, base=True)
+    return cache
