@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from kvfit.errors import KvfitError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Kind = Literal["keys", "values"]
 KINDS: tuple[Kind, Kind] = ("keys", "values")
@@ -176,7 +176,15 @@ class MapperSpec:
         inputs: ``same``: keys from keys and values from values; ``both``: each from keys followed by values, so F doubles.
         gain: the gain that was folded into weight and bias: ``variance``, ``head`` or ``none``.
         dtype: of the stored weights.
-        layers: keys and values of target layer 0, of target layer 1, and so on.
+        layers: keys and values of the first mapped target layer, of the next one, and so on. That is layer 0, or layer 1 where
+            `lexical_lags` says that layer 0 is exact.
+        lexical_lags: how far back the lexical inputs look, ascending; empty for a map without them. The keys and values of the
+            target's first layer depend on the token alone, so the target computes them for every token without attention.
+            Where this is not empty, target layer 0 is exact, and every map also reads its un-rotated keys and its values, of
+            the token itself (lag 0) and of the tokens before it (lag 1, 2, ...): 2 * H_target * D_target inputs a lag, after
+            the source's, lag by lag, keys first. A token without that many before it reads the sequence's first token.
+        rank: r of the shared basis, None for a map of its own per layer. With a basis, one matrix (F, r) projects the inputs of
+            all target layers, and a layer's weight is (r, G).
     """
 
     format_version: int
@@ -189,13 +197,20 @@ class MapperSpec:
     gain: Literal["variance", "head", "none"]
     dtype: Literal["float32", "bfloat16", "float16"]
     layers: tuple[LayerMap, ...]
+    lexical_lags: tuple[int, ...] = ()
+    rank: int | None = None
 
     def __post_init__(self) -> None:
-        expected = [(kind, index) for index in range(self.target.n_layers) for kind in KINDS]
+        lags = self.lexical_lags
+        if any(lag < 0 for lag in lags) or any(a >= b for a, b in itertools.pairwise(lags)):
+            raise SpecError("lexical_lags", str(list(lags)), "ascending whole numbers from 0 on")
+        if lags and self.support == "head":
+            raise SpecError("lexical_lags", f"{list(lags)} with support head", "support full")
+        expected = [(kind, index) for index in self.mapped_layers for kind in KINDS]
         found = [(layer.kind, layer.layer_index) for layer in self.layers]
         if found != expected:
             raise SpecError(
-                "layers", f"{len(found)} entries in another order", f"keys and values of {self.target.n_layers} layers"
+                "layers", f"{len(found)} entries in another order", f"keys and values of {len(self.mapped_layers)} layers"
             )
         for index, layer in enumerate(self.layers):
             chosen = layer.source_layers
@@ -205,21 +220,55 @@ class MapperSpec:
                     f"layers[{index}].source_layers", str(list(chosen)), f"ascending layers of 0..{self.source.n_layers - 1}"
                 )
 
+        if self.rank is not None:
+            if self.support != "full" or self.inputs != "both":
+                raise SpecError("rank", f"{self.rank} with support {self.support} and inputs {self.inputs}", "full and both")
+            if len({layer.source_layers for layer in self.layers}) > 1:
+                raise SpecError("layers", "different source layers under a shared basis", "the same for all")
+            if not 1 <= self.rank <= self.basis_shape[0]:
+                raise SpecError("rank", str(self.rank), f"1 to the {self.basis_shape[0]} inputs")
+
+    @property
+    def mapped_layers(self) -> range:
+        """The target layers that are mapped; the one before them, if any, is exact."""
+        return range(1 if self.lexical_lags else 0, self.target.n_layers)
+
     def layer(self, kind: Kind, layer_index: int) -> LayerMap:
-        """The entry of one kind of one target layer."""
-        return self.layers[2 * layer_index + KINDS.index(kind)]
+        """The entry of one kind of one mapped target layer."""
+        return self.layers[2 * (layer_index - self.mapped_layers.start) + KINDS.index(kind)]
 
     def input_width(self, kind: Kind, layer_index: int) -> int:
         """F: features that one target layer's map reads, per head where support is ``head``."""
         per_layer = self.source.width if self.support == "full" else self.source.head_dim
-        return len(self.layer(kind, layer_index).source_layers) * per_layer * (2 if self.inputs == "both" else 1)
+        of_source = len(self.layer(kind, layer_index).source_layers) * per_layer * (2 if self.inputs == "both" else 1)
+        return of_source + len(self.lexical_lags) * 2 * self.target.width
+
+    @property
+    def basis_shape(self) -> tuple[int, int]:
+        """(F, r) of the shared basis; r is 0 where there is none."""
+        first = self.layers[0]
+        return (self.input_width(first.kind, first.layer_index), self.rank or 0)
 
     def weight_shape(self, kind: Kind, layer_index: int) -> tuple[int, ...]:
-        """Shape of the weight of one target layer: (F, G), or (H_target, F, D_target) where support is ``head``."""
-        width = self.input_width(kind, layer_index)
+        """(F, G) of one target layer; (r, G) under a basis, (H_target, F, D_target) for support ``head``."""
+        width = self.rank or self.input_width(kind, layer_index)
         if self.support == "full":
             return (width, self.target.width)
         return (self.target.n_heads, width, self.target.head_dim)
+
+
+def read_mapper_spec(document: Mapping[str, Any]) -> MapperSpec:
+    """The mapper spec of a parsed document of any format version that this kvfit reads.
+
+    Raises:
+        SpecError: names the field.
+    """
+    if document.get("format_version") == 1:
+        for name in ("lexical_lags", "rank"):
+            if name in document:
+                raise SpecError(name, "an unknown key", "only the fields of format version 1")
+        document = {**document, "lexical_lags": [], "rank": None}
+    return from_json(MapperSpec, document)
 
 
 def to_json(value: Any) -> Any:

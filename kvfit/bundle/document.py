@@ -11,7 +11,7 @@ from typing import Any
 from kvfit.bundle import strict_json
 from kvfit.bundle import weights as shards
 from kvfit.errors import BundleError
-from kvfit.spec import FORMAT_VERSION, MapperSpec, SpecError, from_json, to_json
+from kvfit.spec import FORMAT_VERSION, MapperSpec, SpecError, from_json, read_mapper_spec, to_json
 
 
 def render(spec: MapperSpec) -> bytes:
@@ -53,7 +53,7 @@ def read_spec(folder: Path, document: dict[str, Any], tensors: Mapping[str, shar
                 data = stream.read(tensor.end - tensor.start)
             table["inverse_frequencies"] = list(struct.unpack(f"<{len(data) // 4}f", data))
     try:
-        spec = from_json(MapperSpec, document)
+        spec = read_mapper_spec(document)
     except SpecError as error:
         raise BundleError(f"file mapper.json, {_one_line(str(error))}") from None
     for role, model in (("source", spec.source), ("target", spec.target)):

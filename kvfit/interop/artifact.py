@@ -21,7 +21,7 @@ from kvfit.bundle.bundle import Bundle
 from kvfit.bundle.files import write_file
 from kvfit.errors import BundleError, MismatchError
 from kvfit.interop.semantic_router import LETTERS, Statement, contradiction, state, statement_from_json, statement_to_json
-from kvfit.spec import Kind, MapperSpec, SpecError, from_json, to_json
+from kvfit.spec import Kind, MapperSpec, SpecError, read_mapper_spec, to_json
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
@@ -99,7 +99,7 @@ class Artifact:
                 raise BundleError(f"{where} kvfit.{name}: found {type(self.own.get(name)).__name__}, needed an object")
         document.check_version(self.own["mapper"], f"{where} kvfit.mapper")
         try:
-            spec = from_json(MapperSpec, self.own["mapper"])
+            spec = read_mapper_spec(self.own["mapper"])
             needed = state(spec, self.statement.mapper_id)
         except (SpecError, MismatchError) as error:
             raise BundleError(f"{where} kvfit.mapper, {' '.join(str(error).split())[:300]}") from None

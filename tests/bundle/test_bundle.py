@@ -84,18 +84,15 @@ def test_same_inputs_give_the_same_bytes_in_any_order_of_keys(tmp_path):
     assert different == {"mapper-00001-of-00001.safetensors", "SHA256SUMS"}
 
 
-def test_the_frozen_bundle_of_version_1_reads_for_ever(tmp_path):
+def test_the_frozen_bundle_of_version_1_reads_for_ever():
     bundle = Bundle.open(FROZEN)
-    spec = replace(mapper_spec(dtype="bfloat16"), kvfit_version=bundle.spec.kvfit_version)
+    spec = replace(mapper_spec(dtype="bfloat16"), kvfit_version=bundle.spec.kvfit_version, format_version=1)
     assert bundle.spec == spec
     assert bundle.verdict == "pass"
     for kind, layer_index, weight, bias in weights(spec):
         found = bundle.layer(kind, layer_index, bias_dtype=torch.float32)
         assert torch.equal(found[0], weight)
         assert torch.equal(found[1], bias)
-    # and this version still writes those very bytes
-    made = evaluated_bundle(tmp_path / "b", spec=spec)
-    assert _content(made) == _content(FROZEN)
 
 
 def test_weights_digest_is_what_the_format_page_says(tmp_path):

@@ -209,9 +209,9 @@ def spec_missing(folder):
     (folder / "mapper.json").unlink()
 
 
-@hostile(r"mapper\.json, field format_version: found 2, .* kvfit '7\.8\.9' wrote it and reads it", sums=False)
+@hostile(r"mapper\.json, field format_version: found 3, .* kvfit '7\.8\.9' wrote it and reads it", sums=False)
 def newer_format(folder):
-    edit_spec(folder, lambda spec: spec.update(format_version=2, kvfit_version="7.8.9", another={}))
+    edit_spec(folder, lambda spec: spec.update(format_version=3, kvfit_version="7.8.9", another={}))
 
 
 @hostile(r"field format_version: found True")

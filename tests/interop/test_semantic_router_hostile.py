@@ -208,8 +208,8 @@ MANIFESTS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "own, less": (r"kvfit\.solve: found NoneType, needed an object", lambda m: m["kvfit"].pop("solve")),
     "own, empty": (r"kvfit\.mapper: found NoneType, needed an object", lambda m: m["kvfit"].update(mapper=None)),
     "own, newer": (
-        r"kvfit\.mapper, field format_version: found 2, .* kvfit '9\.9' wrote it and reads it",
-        lambda m: own(m).update(format_version=2, kvfit_version="9.9", more=1),
+        r"kvfit\.mapper, field format_version: found 3, .* kvfit '9\.9' wrote it and reads it",
+        lambda m: own(m).update(format_version=3, kvfit_version="9.9", more=1),
     ),
     "no rotation": (r"kvfit\.mapper, field source\.rope: found nothing", lambda m: own(m, "source").pop("rope")),
     "no fingerprint": (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvfit.bundle.bundle import Bundle, add_files, write_bundle
-from kvfit.spec import KINDS, Kind, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable
+from kvfit.spec import FORMAT_VERSION, KINDS, Kind, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable
 
 RECIPE: dict[str, Any] = {
     "text": {"dataset": "example-org/plain-text", "config": None, "revision": "0" * 40, "split": "train", "column": "text"},
@@ -59,7 +59,7 @@ def mapper_spec(
 ) -> MapperSpec:
     """Two source layers to three target layers, one head to two."""
     return MapperSpec(
-        format_version=1,
+        format_version=FORMAT_VERSION,
         kvfit_version="0.1.0",
         source=model_spec(source, n_layers=2, n_heads=1),
         target=model_spec(target, n_layers=3, n_heads=2, base=500000.0),

@@ -13,7 +13,7 @@ from kvfit.model import cache as caches
 from kvfit.model.identity import config_digest, weight_fingerprint
 from kvfit.model.probe import probe
 from kvfit.runtime.mapper import Mapper
-from kvfit.spec import KINDS, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable
+from kvfit.spec import FORMAT_VERSION, KINDS, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -66,7 +66,7 @@ def mapper_spec(
 ) -> MapperSpec:
     """Target layer t reads source layers ``sets[t]``."""
     layers = [LayerMap(kind, t, tuple(chosen), 0.0, 0.0, 0.0) for t, chosen in enumerate(sets) for kind in KINDS]
-    return MapperSpec(1, "0.1.0", source, target, keys_rotated, support, inputs, "none", "float32", tuple(layers))
+    return MapperSpec(FORMAT_VERSION, "0.1.0", source, target, keys_rotated, support, inputs, "none", "float32", tuple(layers))
 
 
 def random_mapper(spec: MapperSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> Mapper:
