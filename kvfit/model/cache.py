@@ -154,8 +154,11 @@ def full_cache() -> Any:
     return DynamicCache()
 
 
-def recording_cache(on_update: Callable[[int, Tensor, Tensor], None]) -> Any:
-    """A `full_cache` that calls ``on_update(layer_index, keys, values)`` with what a layer caches, as it does."""
+def recording_cache(on_update: Callable[[int, Tensor, Tensor], None], model: Any = None) -> Any:
+    """A cache that calls ``on_update(layer_index, keys, values)`` with what a layer is about to cache.
+
+    Keeps every token, or only what `model` needs where one is given.
+    """
     from transformers import DynamicCache
 
     class RecordingCache(DynamicCache):  # type: ignore[misc]
@@ -163,7 +166,7 @@ def recording_cache(on_update: Callable[[int, Tensor, Tensor], None]) -> Any:
             on_update(layer_idx, key_states, value_states)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    return RecordingCache()
+    return RecordingCache() if model is None else RecordingCache(config=unwrapped(model).config)
 
 
 def layer_windows(model: Any, n_layers: int) -> tuple[int | None, ...]:
