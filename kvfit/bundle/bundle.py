@@ -150,11 +150,38 @@ class Bundle:
         Raises:
             BundleError: a value that is not finite, or a file that changed since the bundle was opened.
         """
-        weight_dtype = dtype or shards.TORCH_DTYPES[shards.STORED[self.spec.dtype]]
+        weight_dtype = dtype or self._stored_dtype
+        names = (shards.layer_name(kind, layer_index, part) for part in ("weight", "bias"))
+        weight, bias = self._read(*names, device=device)
+        return _own(weight, weight_dtype), _own(bias, bias_dtype or weight_dtype)
+
+    def basis(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Read the shared basis straight to a device.
+
+        Args:
+            device: where to; the CPU by default.
+            dtype: by default the one that the weights are stored in.
+
+        Returns:
+            (F, r), ``spec.basis_shape``, in memory of its own; None for a mapper without a shared basis.
+
+        Raises:
+            BundleError: a value that is not finite, or a file that changed since the bundle was opened.
+        """
+        if self.spec.rank is None:
+            return None
+        (stored,) = self._read(shards.BASIS, device=device)
+        return _own(stored, dtype or self._stored_dtype)
+
+    @property
+    def _stored_dtype(self) -> torch.dtype:
+        return shards.TORCH_DTYPES[shards.STORED[self.spec.dtype]]
+
+    def _read(self, *names: str, device: torch.device | str | None) -> list[Tensor]:
+        """Tensors of one file, as stored; on the CPU they may be views of the mapped file."""
         place = torch.device(device or "cpu")
         if place.type == "cuda" and place.index is None:
             place = torch.device("cuda", torch.cuda.current_device())  # the library would take the first
-        names = [shards.layer_name(kind, layer_index, part) for part in ("weight", "bias")]
         file = self._tensors[names[0]].file
         path = self.folder / file
         try:
@@ -167,16 +194,15 @@ class Bundle:
         for name, tensor in zip(names, stored, strict=True):
             if not _is_finite(tensor):
                 raise BundleError(f"bundle {self.folder}: file {file}, tensor {name}: holds NaN or infinite values; fit again")
-        # On the CPU the library hands out the mapped file, which would follow whatever is written over it later.
-        copy = place.type == "cpu"
-        return stored[0].to(weight_dtype, copy=copy), stored[1].to(bias_dtype or weight_dtype, copy=copy)
+        return stored
 
     def check_weights(self) -> None:
-        """Read every layer once, so that a value that is not finite is found now.
+        """Read every tensor once, so that a value that is not finite is found now.
 
         Raises:
             BundleError: names the file and the tensor.
         """
+        self.basis()
         for entry in self.spec.layers:
             self.layer(entry.kind, entry.layer_index)
 
@@ -188,6 +214,7 @@ def write_bundle(
     *,
     recipe: dict[str, Any],
     solve: dict[str, Any],
+    basis: Tensor | None = None,
     card: str | None = None,
     shard_bytes: int = 2 << 30,
 ) -> None:
@@ -200,6 +227,7 @@ def write_bundle(
             ``spec.weight_shape(kind, layer)``, bias (G,). One at a time is in memory.
         recipe: how the statistics were captured, as JSON values.
         solve: how the weights were solved, as JSON values.
+        basis: the shared basis, ``spec.basis_shape``, where ``spec.rank`` is not None.
         card: text of ``README.md``.
         shard_bytes: most bytes of a weight file.
 
@@ -210,6 +238,9 @@ def write_bundle(
     require_free(destination)
     if spec.format_version != FORMAT_VERSION:
         raise BundleError(f"field format_version: found {spec.format_version}, needed {FORMAT_VERSION}")
+    if (basis is None) != (spec.rank is None):
+        found = "none" if basis is None else f"one of shape {tuple(basis.shape)}"
+        raise BundleError(f"tensor {shards.BASIS}: found {found}, but the spec has rank {spec.rank}")
     documents = {
         "mapper.json": document.render(spec),
         "recipe.json": document.dump("recipe.json", recipe),
@@ -220,7 +251,7 @@ def write_bundle(
     plan = shards.plan(shards.tensor_groups(spec), shard_bytes)
     with whole_folder(destination) as temporary:
         digests = {name: write_file(temporary / name, data) for name, data in documents.items()}
-        tensors = _stream(spec, weights)
+        tensors = _stream(spec, basis, weights)
         for number, wanted in enumerate(plan, 1):
             name = shards.shard_name(number, len(plan))
             digests[name] = shards.write_shard(temporary / name, wanted, tensors)
@@ -267,13 +298,20 @@ def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
             (path / f".{name}{mark}").unlink(missing_ok=True)
 
 
-def _stream(spec: MapperSpec, weights: Iterable[tuple[Kind, int, Tensor, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _stream(
+    spec: MapperSpec, basis: Tensor | None, weights: Iterable[tuple[Kind, int, Tensor, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and value of every tensor in file order, each checked as it passes."""
     for role, model in (("source", spec.source), ("target", spec.target)):
         for index, table in enumerate(model.rope.tables):
             values = torch.tensor(table.inverse_frequencies, dtype=torch.float64)
             if not torch.equal(values.float().double(), values):
                 raise BundleError(f"field {role}.rope.tables[{index}].inverse_frequencies: a value that is no float32")
             yield shards.rope_name(role, index), values.float()
+    stored_dtype = shards.TORCH_DTYPES[shards.STORED[spec.dtype]]
+    if basis is not None:
+        _check_values(shards.BASIS, basis, stored_dtype)
+        yield shards.BASIS, basis
     count = 0
     for kind, layer_index, weight, bias in weights:
         name = f"layers.{layer_index}.{kind}"
@@ -282,14 +320,8 @@ def _stream(spec: MapperSpec, weights: Iterable[tuple[Kind, int, Tensor, Tensor]
         entry = spec.layers[min(count, len(spec.layers) - 1)]
         if (kind, layer_index) != (entry.kind, entry.layer_index):
             raise BundleError(f"weights: found {name}, needed layers.{entry.layer_index}.{entry.kind} next")
-        wanted = shards.TORCH_DTYPES[shards.STORED[spec.dtype]]
-        if weight.dtype != wanted:
-            raise BundleError(f"tensor {name}.weight: {weight.dtype}, needed {wanted} as the spec says")
-        for part, tensor in (("weight", weight), ("bias", bias)):
-            if not _is_finite(tensor):
-                raise BundleError(
-                    f"tensor {name}.{part}: holds NaN or infinite values; a larger penalty or another dtype may help"
-                )
+        for part, tensor, dtype in (("weight", weight, stored_dtype), ("bias", bias, None)):
+            _check_values(f"{name}.{part}", tensor, dtype)
             yield f"{name}.{part}", tensor
         count += 1
     if count < len(spec.layers):
@@ -297,6 +329,18 @@ def _stream(spec: MapperSpec, weights: Iterable[tuple[Kind, int, Tensor, Tensor]
         raise BundleError(
             f"weights: ended after {count} of {len(spec.layers)}, needed layers.{entry.layer_index}.{entry.kind} next"
         )
+
+
+def _check_values(name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
+    if dtype is not None and tensor.dtype != dtype:
+        raise BundleError(f"tensor {name}: found {tensor.dtype}, needed {dtype} as the spec says")
+    if not _is_finite(tensor):
+        raise BundleError(f"tensor {name}: holds NaN or infinite values; a larger penalty or another dtype may help")
+
+
+def _own(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    # On the CPU the library hands out the mapped file, which would follow whatever is written over it later.
+    return stored.to(dtype, copy=stored.device.type == "cpu")
 
 
 def _check_tensors(spec: MapperSpec, tensors: Mapping[str, shards.StoredTensor]) -> None:

@@ -54,6 +54,9 @@ class StoredTensor:
     end: int
 
 
+BASIS = "basis.weight"
+
+
 def rope_name(role: str, index: int) -> str:
     """Name of the tensor of a rotary table of the ``source`` or the ``target``."""
     return f"{role}.rope.{index}.inverse_frequencies"
@@ -72,16 +75,14 @@ def tensor_groups(spec: MapperSpec) -> list[list[TensorSpec]]:
         for role, rope in ropes
         for index, table in enumerate(rope.tables)
     ]
-    for layer_index in range(spec.target.n_layers):
+    dtype = STORED[spec.dtype]
+    if spec.rank is not None:
+        groups.append([TensorSpec(BASIS, dtype, spec.basis_shape)])
+    for layer_index in spec.mapped_layers:
         for kind in KINDS:
-            groups.append(
-                [
-                    TensorSpec(
-                        layer_name(kind, layer_index, "weight"), STORED[spec.dtype], spec.weight_shape(kind, layer_index)
-                    ),
-                    TensorSpec(layer_name(kind, layer_index, "bias"), "F32", (spec.target.width,)),
-                ]
-            )
+            weight = TensorSpec(layer_name(kind, layer_index, "weight"), dtype, spec.weight_shape(kind, layer_index))
+            bias = TensorSpec(layer_name(kind, layer_index, "bias"), "F32", (spec.target.width,))
+            groups.append([weight, bias])
     return groups
 
 

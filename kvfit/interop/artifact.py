@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvfit.bundle.bundle import Bundle
 from kvfit.bundle.files import write_file
 from kvfit.errors import BundleError, MismatchError
 from kvfit.interop.semantic_router import LETTERS, Statement, contradiction, state, statement_from_json, statement_to_json
-from kvfit.spec import Kind, MapperSpec, SpecError, read_mapper_spec, to_json
+from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec, SpecError, read_mapper_spec, to_json
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
@@ -158,7 +158,8 @@ def write_artifact(folder: Path, bundle: Bundle, mapper_id: str) -> int:
     statement = state(bundle.spec, mapper_id)
     content = statement_to_json(statement) | {
         "calibration": bundle.recipe,
-        "kvfit": {"mapper": to_json(bundle.spec), "solve": bundle.solve},
+        # A version 1 spec in memory has the fields of version 2, so it is written as version 2.
+        "kvfit": {"mapper": to_json(replace(bundle.spec, format_version=FORMAT_VERSION)), "solve": bundle.solve},
     }
     text = document.dump(MANIFEST, content)
     if len(text) > MAX_MANIFEST:

@@ -104,6 +104,7 @@ def import_bundle(
             )
         assert artifact.own is not None
         recipe, solve = artifact.calibration, artifact.own["solve"]
+        spec = replace(spec, format_version=FORMAT_VERSION)  # version 2 has all that version 1 has
     write_bundle(out, spec, artifact.weights(spec), recipe=recipe, solve=solve)
     write_card(out)
     bundle = Bundle.open(out)

@@ -201,6 +201,12 @@ def _check_name(field: str, name: str) -> None:
 
 def _check_maps(spec: MapperSpec) -> None:
     """Refuse maps of another form than one matrix per kind and target layer over the same number of shared source layers."""
+    if spec.lexical_lags:
+        raise _unsayable(
+            "lexical_lags", list(spec.lexical_lags), "none: the layout maps every target layer from the source alone"
+        )
+    if spec.rank is not None:
+        raise _unsayable("rank", spec.rank, "none: the layout has no place for a shared basis; solve without --rank")
     if spec.support != "full":
         raise _unsayable("support", spec.support, "full: the layout has one matrix over all heads; solve with --support full")
     if spec.inputs != "same":

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundle_factory import RECIPE, SOLVE, evaluated_bundle, evaluation, make_bundle, mapper_spec, weights
+from bundle_factory import RECIPE, SOLVE, basis, evaluated_bundle, evaluation, lexical_spec, make_bundle, mapper_spec, weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kvfit.bundle.bundle import Bundle, add_files, write_bundle
 from kvfit.errors import BundleError
 
-FROZEN = Path(__file__).parents[1] / "data" / "bundle-v1"
+DATA = Path(__file__).parents[1] / "data"
 
 
 @pytest.mark.parametrize("support", ["full", "head"])
@@ -85,7 +85,7 @@ def test_same_inputs_give_the_same_bytes_in_any_order_of_keys(tmp_path):
 
 
 def test_the_frozen_bundle_of_version_1_reads_for_ever():
-    bundle = Bundle.open(FROZEN)
+    bundle = Bundle.open(DATA / "bundle-v1")
     spec = replace(mapper_spec(dtype="bfloat16"), kvfit_version=bundle.spec.kvfit_version, format_version=1)
     assert bundle.spec == spec
     assert bundle.verdict == "pass"
@@ -93,6 +93,93 @@ def test_the_frozen_bundle_of_version_1_reads_for_ever():
         found = bundle.layer(kind, layer_index, bias_dtype=torch.float32)
         assert torch.equal(found[0], weight)
         assert torch.equal(found[1], bias)
+
+
+def test_the_frozen_bundle_of_version_2_reads_for_ever():
+    bundle = Bundle.open(DATA / "bundle-v2")
+    spec = replace(lexical_spec(dtype="bfloat16"), kvfit_version=bundle.spec.kvfit_version, format_version=2)
+    assert bundle.spec == spec
+    assert bundle.verdict == "pass"
+    assert torch.equal(bundle.basis(), basis(spec))
+    for kind, layer_index, weight, bias in weights(spec):
+        found = bundle.layer(kind, layer_index, bias_dtype=torch.float32)
+        assert torch.equal(found[0], weight)
+        assert torch.equal(found[1], bias)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("lags", "rank"), [((0, 2), None), ((), 3), ((0,), 32), ((0, 1), 1)])
+def test_lexical_inputs_and_a_shared_basis_read_back(tmp_path, dtype, lags, rank):
+    spec = lexical_spec(dtype=dtype, lags=lags, rank=rank)
+    folder = make_bundle(tmp_path / "b", spec, shard_bytes=700)
+    bundle = Bundle.open(folder)
+    bundle.check_weights()
+    assert bundle.spec == spec
+    first = 1 if lags else 0
+    n_inputs = 2 * 2 * 4 + len(lags) * 2 * 2 * 4  # two source layers of one head of 4, both halves; the target has two heads
+    tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert ("basis.weight" in tensors) == (rank is not None)
+    assert ("layers.0.keys.weight" in tensors) == (first == 0)
+    if rank is None:
+        assert bundle.basis() is None
+    else:
+        assert bundle.basis().shape == (n_inputs, rank)
+        assert bundle.basis().dtype == getattr(torch, dtype)
+        assert bundle.basis(dtype=torch.float64).dtype == torch.float64
+        assert torch.equal(bundle.basis(), tensors["basis.weight"])
+        assert torch.equal(bundle.basis(), basis(spec))
+    for kind, layer_index, weight, bias in weights(spec):
+        found = bundle.layer(kind, layer_index, bias_dtype=torch.float32)
+        assert layer_index >= first
+        assert found[0].shape == (rank or n_inputs, 8)
+        assert torch.equal(found[0], weight)
+        assert torch.equal(found[0], tensors[f"layers.{layer_index}.{kind}.weight"])
+        assert torch.equal(found[1], bias)
+
+
+def test_the_basis_lies_between_the_rotary_tables_and_the_layers(tmp_path):
+    folder = make_bundle(tmp_path / "b", lexical_spec())
+    data = (folder / "mapper-00001-of-00001.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    names = sorted(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])
+    assert names[:4] == [
+        "source.rope.0.inverse_frequencies", "target.rope.0.inverse_frequencies", "basis.weight", "layers.1.keys.weight"
+    ]  # fmt: skip
+
+
+def test_a_basis_that_changed_on_disk_is_refused(tmp_path):
+    folder = make_bundle(tmp_path / "b", lexical_spec())
+    bundle = Bundle.open(folder)
+    kept = bundle.basis()
+    before = kept.clone()
+    path = folder / "mapper-00001-of-00001.safetensors"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert torch.equal(kept, before)
+    with pytest.raises(BundleError, match="changed since"):
+        bundle.basis()
+
+
+@pytest.mark.parametrize("fault", ["missing", "unwanted", "shape", "dtype", "nan"])
+def test_a_basis_that_is_not_the_specs_leaves_nothing(tmp_path, fault):
+    spec = lexical_spec(rank=None if fault == "unwanted" else 5)
+    given = basis(lexical_spec())
+    if fault == "missing":
+        given = None
+    if fault == "shape":
+        given = given.T.contiguous()
+    if fault == "dtype":
+        given = given.double()
+    if fault == "nan":
+        given[1, 2] = math.nan
+    with pytest.raises(BundleError, match=r"tensor basis\.weight"):
+        write_bundle(tmp_path / "b", spec, weights(spec), recipe=RECIPE, solve=SOLVE, basis=given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version_1_is_not_written_any_more(tmp_path):
+    spec = replace(mapper_spec(), format_version=1)
+    with pytest.raises(BundleError, match="field format_version: found 1, needed 2"):
+        write_bundle(tmp_path / "b", spec, weights(spec), recipe=RECIPE, solve=SOLVE)
 
 
 def test_weights_digest_is_what_the_format_page_says(tmp_path):

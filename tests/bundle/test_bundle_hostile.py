@@ -13,18 +13,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bundle_factory import evaluated_bundle, mapper_spec, rewrite_sums
+from bundle_factory import evaluated_bundle, lexical_spec, mapper_spec, rewrite_sums
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import BundleError, KvfitError
 from kvfit.hub.load import check_verdict, resolve
+from kvfit.spec import MapperSpec
 
+PLAIN, LEXICAL = mapper_spec(), lexical_spec()
 SHARD = "mapper-00001-of-00001.safetensors"
 
-HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {}
+HOSTILE: dict[str, tuple[Callable[[Path], None], str, MapperSpec]] = {}
 
 
-def hostile(match: str, *, sums: bool = True) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
+def hostile(
+    match: str, *, sums: bool = True, spec: MapperSpec = PLAIN
+) -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
     """Register a bundle of one fault; `sums` lists the altered files again, as an attacker would."""
 
     def register(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -33,7 +37,7 @@ def hostile(match: str, *, sums: bool = True) -> Callable[[Callable[[Path], None
             if sums:
                 rewrite_sums(folder)
 
-        HOSTILE[function.__name__] = (make, match)
+        HOSTILE[function.__name__] = (make, match, spec)
         return function
 
     return register
@@ -457,17 +461,114 @@ def bias_infinite(folder):
     value_at(folder, "layers.0.values.bias", struct.pack("<f", -float("inf")))
 
 
+# -- lexical inputs and the shared basis ------------------------------------------------------------------------
+
+
+@hostile(r"mapper\.json, field lexical_lags: found an unknown key, needed only the fields of format version 1")
+def version_1_with_lags(folder):
+    edit_spec(folder, lambda spec: (spec.update(format_version=1), spec.pop("rank")))
+
+
+@hostile(r"mapper\.json, field rank: found an unknown key, needed only the fields of format version 1", spec=LEXICAL)
+def version_1_with_a_rank(folder):
+    edit_spec(folder, lambda spec: (spec.update(format_version=1), spec.pop("lexical_lags")))
+
+
+@hostile(r"mapper\.json, field rank: found nothing")
+def version_2_without_a_rank(folder):
+    edit_spec(folder, lambda spec: spec.pop("rank"))
+
+
+@hostile(r"mapper\.json, field lexical_lags: found \[1, 0\], needed ascending", spec=LEXICAL)
+def lags_that_descend(folder):
+    edit_spec(folder, lambda spec: spec.update(lexical_lags=[1, 0]))
+
+
+@hostile(r"mapper\.json, field lexical_lags: found \[-1, 0\], needed ascending", spec=LEXICAL)
+def lag_into_the_future(folder):
+    edit_spec(folder, lambda spec: spec.update(lexical_lags=[-1, 0]))
+
+
+@hostile(r"mapper\.json, field layers: found", spec=LEXICAL)
+def layers_from_1_without_lags(folder):
+    edit_spec(folder, lambda spec: spec.update(lexical_lags=[]))
+
+
+@hostile(r"mapper\.json, field layers: found")
+def layers_from_0_with_lags(folder):
+    edit_spec(folder, lambda spec: spec.update(lexical_lags=[0]))
+
+
+@hostile(r"tensor basis\.weight: F32 \(48, 5\), needed F32 \(64, 5\) by mapper\.json", spec=LEXICAL)
+def a_lag_more_than_the_basis_reads(folder):
+    edit_spec(folder, lambda spec: spec.update(lexical_lags=[0, 1, 2]))
+
+
+@hostile(r"tensor basis\.weight: F32 \(48, 5\), needed F32 \(48, 6\) by mapper\.json", spec=LEXICAL)
+def another_rank(folder):
+    edit_spec(folder, lambda spec: spec.update(rank=6))
+
+
+@hostile(r"mapper\.json, field rank: found 49, needed 1 to the 48 inputs", spec=LEXICAL)
+def rank_beyond_the_inputs(folder):
+    edit_spec(folder, lambda spec: spec.update(rank=49))
+
+
+@hostile(r"mapper\.json, field rank: found 0, needed 1 to the 48 inputs", spec=LEXICAL)
+def rank_of_nothing(folder):
+    edit_spec(folder, lambda spec: spec.update(rank=0))
+
+
+@hostile(r"mapper\.json, field rank: found bool, needed int", spec=LEXICAL)
+def rank_of_another_type(folder):
+    edit_spec(folder, lambda spec: spec.update(rank=True))
+
+
+@hostile(r"mapper\.json, field rank: found 5 with support full and inputs same", spec=LEXICAL)
+def basis_of_one_half(folder):
+    edit_spec(folder, lambda spec: spec.update(inputs="same"))
+
+
+@hostile(r"mapper\.json, field layers: found different source layers under a shared basis", spec=LEXICAL)
+def basis_over_different_layers(folder):
+    edit_spec(folder, lambda spec: spec["layers"][2].update(source_layers=[1]))
+
+
+@hostile(rf"{SHARD}, tensor 'basis\.weight': not a tensor of this mapper", spec=lexical_spec(rank=48))
+def basis_without_a_rank(folder):
+    edit_spec(folder, lambda spec: spec.update(rank=None))
+
+
+@hostile(r"tensor layers\.1\.keys\.weight: F32 \(5, 8\), needed F32 \(48, 8\)", spec=LEXICAL)
+def layers_that_read_the_inputs_themselves(folder):
+    edit_spec(folder, lambda spec: spec.update(rank=None))
+
+
+@hostile(r"tensor basis\.weight: missing from the weight files", spec=LEXICAL)
+def basis_under_another_name(folder):
+    edit_header(folder, lambda header: header.update({"basis.bias": header.pop("basis.weight")}))
+
+
+@hostile(rf"{SHARD}, tensor basis\.weight: holds NaN or infinite", spec=LEXICAL)
+def basis_not_a_number(folder):
+    value_at(folder, "basis.weight", struct.pack("<f", float("nan")))
+
+
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
-    return evaluated_bundle(tmp_path_factory.mktemp("sound") / "bundle")
+def sound(tmp_path_factory) -> dict[MapperSpec, Path]:
+    made: dict[MapperSpec, Path] = {}
+    for _, _, spec in HOSTILE.values():
+        if spec not in made:
+            made[spec] = evaluated_bundle(tmp_path_factory.mktemp("sound") / "bundle", spec=spec)
+    return made
 
 
 @pytest.mark.parametrize("fault", sorted(HOSTILE))
 def test_a_hostile_bundle_is_refused_by_file_and_field(tmp_path, sound, fault):
     folder = tmp_path / "bundle"
-    shutil.copytree(sound, folder)
+    make, match, spec = HOSTILE[fault]
+    shutil.copytree(sound[spec], folder)
     Bundle.open(folder).check_weights()
-    make, match = HOSTILE[fault]
     make(folder)
     with pytest.raises(BundleError, match=match) as caught:
         Bundle.open(folder).check_weights()
@@ -488,7 +589,7 @@ def test_what_is_no_folder_is_refused(tmp_path, place):
 def test_listing_again_what_was_not_altered_is_fine(tmp_path, sound):
     """The control: an honest rewrite of SHA256SUMS passes, so the faults above are found by what they are."""
     folder = tmp_path / "bundle"
-    shutil.copytree(sound, folder)
+    shutil.copytree(sound[PLAIN], folder)
     rewrite_sums(folder)
     edit_spec(folder, lambda _: None)  # other white space, same meaning
     edit_header(folder, lambda header: header.pop("__metadata__"))
@@ -500,7 +601,7 @@ def test_listing_again_what_was_not_altered_is_fine(tmp_path, sound):
 def test_fuzz_never_worse_than_a_kvfit_error(tmp_path, listed):
     """Bytes flipped, cut, doubled and moved at seeded places, with and without the digests made good again."""
     chance = random.Random(20 + listed)
-    sound = evaluated_bundle(tmp_path / "sound", spec=mapper_spec(dtype="bfloat16"), shard_bytes=1200)
+    sound = evaluated_bundle(tmp_path / "sound", spec=lexical_spec(dtype="bfloat16"), shard_bytes=1200)
     content = {path.name: path.read_bytes() for path in sound.iterdir()}
     folder = tmp_path / "bundle"
     folder.mkdir()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from bundle_factory import RECIPE, SOLVE, evaluation
+from bundle_factory import RECIPE, SOLVE, evaluation, rewrite_sums
 from made_mappers import Pairs, cache_of, content, random_pairs, same
 from router_folders import COMMITS, FOREIGN_SETS, SETS, THETAS, edit, foreign, make, pair, plain, side
 
@@ -117,6 +117,25 @@ def test_a_bundle_comes_back_the_same(tmp_path: Path, dtype: str, keys_rotated: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "back", "bundle", "router"]
 
 
+def test_a_bundle_of_version_1_comes_back_as_version_2(tmp_path: Path) -> None:
+    spec = pair()
+    bundle = make(tmp_path / "bundle", spec)
+    document = json.loads((bundle / "mapper.json").read_text())
+    del document["lexical_lags"], document["rank"]
+    (bundle / "mapper.json").write_text(json.dumps(document | {"format_version": 1}))
+    rewrite_sums(bundle)
+    assert Bundle.open(bundle).spec.format_version == 1
+    export_bundle(bundle, tmp_path / "router")
+    import_bundle(tmp_path / "router", tmp_path / "back")
+    assert Bundle.open(tmp_path / "back").spec == spec
+    # A folder that an older kvfit exported holds a spec of version 1.
+    edit(tmp_path / "router", lambda manifest: manifest["kvfit"].update(mapper=to_json(spec) | {"format_version": 1}))
+    edit(tmp_path / "router", lambda manifest: [manifest["kvfit"]["mapper"].pop(name) for name in ("lexical_lags", "rank")])
+    rewrite_sums(tmp_path / "router")
+    import_bundle(tmp_path / "router", tmp_path / "older")
+    assert Bundle.open(tmp_path / "older").spec == spec
+
+
 def test_the_folder_is_what_the_page_says(tmp_path: Path) -> None:
     spec = pair()
     folder = tmp_path / "router"
@@ -181,6 +200,17 @@ APART = tuple(
 UNSAYABLE: dict[str, tuple[dict[str, Any], str]] = {
     "maps per head": ({"support": "head"}, r"support: found head, needed full"),
     "keys from values": ({"inputs": "both"}, r"inputs: found both, needed same"),
+    "a shared basis": (
+        {"sets": [[0, 1]] * 4, "inputs": "both", "rank": 3},
+        r"rank: found 3, needed none: the layout has no place for a shared basis",
+    ),
+    "lexical inputs": (
+        {
+            "layers": tuple(LayerMap(kind, t, (0, 1), 0.0, 0.0, 0.0) for t in range(1, 4) for kind in KINDS),
+            "lexical_lags": (0,),
+        },
+        r"lexical_lags: found \[0\], needed none: the layout maps every target layer from the source alone",
+    ),
     "kinds apart": (
         {"layers": APART},
         r"layers\[5\]\.source_layers: found \[1, 2\], needed \[0, 1\] as for the keys.*--shared-layers",

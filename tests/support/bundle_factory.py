@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +78,28 @@ def mapper_spec(
     )
 
 
+def lexical_spec(*, dtype: str = "float32", lags: tuple[int, ...] = (0, 1), rank: int | None = 5) -> MapperSpec:
+    """The same pair with lexical inputs and a shared basis: target layer 0 is exact, so layers 1 and 2 are mapped."""
+    spec = mapper_spec(dtype=dtype)
+    layers = tuple(replace(layer, source_layers=(0, 1)) for layer in spec.layers if layer.layer_index or not lags)
+    return replace(spec, inputs="both", layers=layers, lexical_lags=lags, rank=rank)
+
+
+def basis(spec: MapperSpec, seed: int = 0) -> torch.Tensor | None:
+    """The shared basis of a spec, as `weights` makes its numbers; None where the spec has none."""
+    if spec.rank is None:
+        return None
+    count = math.prod(spec.basis_shape)
+    return torch.tensor(_numbers(seed + 1000, count)[0]).reshape(spec.basis_shape).to(getattr(torch, spec.dtype))
+
+
 def weights(spec: MapperSpec, seed: int = 0) -> Iterator[tuple[Kind, int, torch.Tensor, torch.Tensor]]:
     """Multiples of 1/8 from a congruence, exact in every dtype and the same on every machine and version of torch."""
     state = seed + 1
 
     def numbers(*shape: int) -> torch.Tensor:
         nonlocal state
-        values = []
-        for _ in range(torch.Size(shape).numel()):
-            state = (state * 1103515245 + 12345) % 2**31
-            values.append((state // 65536 % 64 - 32) / 8)
+        values, state = _numbers(state, torch.Size(shape).numel())
         return torch.tensor(values, dtype=torch.float32).reshape(shape)
 
     for entry in spec.layers:
@@ -93,12 +107,22 @@ def weights(spec: MapperSpec, seed: int = 0) -> Iterator[tuple[Kind, int, torch.
         yield entry.kind, entry.layer_index, weight.to(getattr(torch, spec.dtype)), numbers(spec.target.width)
 
 
+def _numbers(state: int, count: int) -> tuple[list[float], int]:
+    values = []
+    for _ in range(count):
+        state = (state * 1103515245 + 12345) % 2**31
+        values.append((state // 65536 % 64 - 32) / 8)
+    return values, state
+
+
 def make_bundle(
     folder: Path, spec: MapperSpec | None = None, *, seed: int = 0, shard_bytes: int = 2 << 30, **extra: Any
 ) -> Path:
     """Write a bundle and return its folder."""
     spec = spec or mapper_spec()
-    write_bundle(folder, spec, weights(spec, seed), recipe=RECIPE, solve=SOLVE, shard_bytes=shard_bytes, **extra)
+    write_bundle(
+        folder, spec, weights(spec, seed), recipe=RECIPE, solve=SOLVE, shard_bytes=shard_bytes, basis=basis(spec, seed), **extra
+    )
     return folder
 
 

@@ -65,7 +65,8 @@ def make(folder: Path, spec: MapperSpec) -> Path:
             bias = torch.randn(spec.target.width, generator=generator)
             yield layer.kind, layer.layer_index, weight.to(getattr(torch, spec.dtype)), bias
 
-    write_bundle(folder, spec, weights(), recipe=RECIPE, solve=SOLVE)
+    basis = None if spec.rank is None else torch.randn(spec.basis_shape, generator=generator)
+    write_bundle(folder, spec, weights(), recipe=RECIPE, solve=SOLVE, basis=basis)
     return folder
 
 
