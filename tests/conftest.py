@@ -2,20 +2,25 @@
 
 import os
 
-# Before torch is imported anywhere, because it reads this once.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before torch is imported anywhere, because the thread pools read these once. One thread a process: the processes that pytest
+# starts already fill the cores, and threads that wait for each other on a busy machine made the suite several times slower.
+# The tests' own subprocesses inherit it.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Before transformers, datasets or huggingface_hub are imported anywhere.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from kvfit.demo import MODELS
 
@@ -59,7 +64,19 @@ def load() -> Callable[[Path | str], Any]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The report of one `kvfit demo`, with the paths of its store and bundle; about a minute on two cores, run once."""
+    """The report of one `kvfit demo`, with the paths of its store and bundle. Tests must not change the two.
+
+    It takes about a minute, so the processes of pytest share one run: the first makes it, the others wait and read it.
+    """
     from kvfit.cli.demo import run_demo
 
-    return run_demo(tmp_path_factory.mktemp("demo") / "out", progress=False).report
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    report = base / "demo-report.json"
+    with FileLock(base / "demo.lock"):
+        if not report.exists():
+            made = run_demo(base / "demo-out", progress=False).report
+            report.write_text(json.dumps(made), encoding="utf-8")
+    loaded: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    return loaded

@@ -16,7 +16,7 @@ MAX_MANIFEST = 1 << 20
 REQUIRED = ("mapper.json", "recipe.json", "solve.json")
 SHARD = re.compile(r"mapper-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 EXTRA = re.compile(
-    r"evaluation\.json|evaluation\.md|README\.md|LICENSE|(?=.{1,128}\Z)[A-Za-z0-9][A-Za-z0-9._-]*\.(png|svg)", re.ASCII
+    r"evaluation\.(json|md|html)|fit\.yaml|README\.md|LICENSE|(?=.{1,128}\Z)[A-Za-z0-9][A-Za-z0-9._-]*\.(png|svg)", re.ASCII
 )
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)", re.ASCII)
 

@@ -14,6 +14,12 @@ import click
 
 from kvfit.errors import GateError, KvfitError, OptionError
 
+# What each extra of the distribution brings. A verb that needs one of these modules and finds it missing names the extra.
+EXTRAS = {
+    "eval": ("lm_eval",),
+    "fit": ("accelerate", "click", "datasets", "jinja2", "matplotlib", "numpy", "tqdm", "transformers", "zarr"),
+}
+
 
 class Verb(click.Command):
     """A command whose options' own checks count as usage, too."""
@@ -58,6 +64,8 @@ def run(command: click.Command) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        _stop(_missing(error), 1)
     except GateError as error:
         _stop(str(error), 3)
     except KvfitError as error:
@@ -67,6 +75,16 @@ def run(command: click.Command) -> None:
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
         _stop(f"{error.filename}: {reason}" if isinstance(error.filename, str | os.PathLike) else reason, 1)
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """One line for a module that an extra would have brought; any other missing module is a fault of kvfit and is raised."""
+    name = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if name in modules), None)
+    if extra is None:
+        raise error
+    verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    return f'{verb}: found no module {name}, needed the extra "{extra}": pip install "kvfit-mappers[{extra}]"'
 
 
 def _stop(message: str, code: int) -> NoReturn:

@@ -145,12 +145,17 @@ def plan(source: str, target: str, as_json: bool, device: str | None, **values: 
 @cli.command()
 @click.argument("stores", nargs=-1, required=True, type=path)
 @click.option("--out", required=True, type=path, help="The merged store; must not exist.")
-def merge(stores: tuple[str, ...], out: str) -> None:
+@json_option
+def merge(stores: tuple[str, ...], out: str, as_json: bool) -> None:
     """Merge STORES that were captured with one recipe into one."""
     from kvfit.fit.stats import merge as verb
 
     merged = verb.merge(stores, out)
-    say_text(f"{out}: {merged.count('fit')} fit and {merged.count('holdout')} holdout tokens from {len(stores)} stores")
+    tokens = {split: merged.count(split) for split in ("fit", "holdout")}
+    if as_json:
+        say_text(json.dumps({"store": out, "stores": list(stores), "tokens": tokens}, allow_nan=False))
+    else:
+        say_text(f"{out}: {tokens['fit']} fit and {tokens['holdout']} holdout tokens from {len(stores)} stores")
 
 
 @cli.command()
@@ -206,10 +211,13 @@ def solve(
 @json_option
 def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool, **values: Any) -> None:
     """Measure BUNDLE on held-out text, with controls, and write the verdict into it. Exit 3 on fail."""
+    from kvfit.cli.fit import local_refs
     from kvfit.fit.capture.text import TextOptions
     from kvfit.fit.evaluate import evaluate as verb
 
     text, loading = _text(values), _loading(values)
+    remembered = local_refs(bundle)
+    source, target = source or remembered[0], target or remembered[1]
     texts = {name: TextOptions(dataset, column=text.column) for name, dataset in values.pop("texts").items()}
     values["thresholds"] = verb.Thresholds.changed(values["thresholds"])
     values = {name: value for name, value in values.items() if value is not None}
@@ -218,6 +226,24 @@ def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool,
     say(found, as_json)
     if found.verdict == "fail":
         raise GateError(f"{bundle}: found verdict fail, needed pass or unknown: see evaluation.json for the reasons")
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True})
+@click.argument("words", nargs=-1, metavar="SOURCE TARGET [OPTIONS OF THE PARTS]", type=click.UNPROCESSED)
+@click.option("--out", type=path, help="The bundle's folder. The store is kept beside it, in OUT.fit; default: fit-out/bundle.")
+@click.option("--config", type=path, help="A fit.yaml with models and options; what is given here too goes before it.")
+@json_option
+def fit(words: tuple[str, ...], out: str | None, config: str | None, as_json: bool) -> None:
+    """Capture, solve, evaluate and, with --to, push: the whole job for SOURCE and TARGET. Run it again to go on.
+
+    Takes every option of these commands. A name that several have means capture's; write --solve-NAME, --evaluate-NAME or
+    --push-NAME for the others, for example --evaluate-dataset heldout.jsonl. Models are loaded for evaluate as for capture.
+    The description of the job travels in the bundle as fit.yaml: kvfit fit --config bundle/fit.yaml repeats it.
+    """
+    from kvfit.cli import fit as verb
+
+    commands = {name: cli.commands[name] for name in (*verb.PARTS, "plan")}
+    say(verb.run_fit(verb.described(words, config, commands), out or "fit-out/bundle", commands), as_json)
 
 
 @cli.command()

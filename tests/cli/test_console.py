@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kvfit.cli import console
+
 KVFIT = f'"{sys.executable}" -m kvfit'
 
 
@@ -67,3 +69,48 @@ def test_an_interrupt_is_told(tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
     assert err.splitlines()[-1] == "kvfit: interrupted"
     assert "Traceback" not in err
+
+
+WITHOUT = """
+import importlib.abc, sys
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {modules}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv[0] = "kvfit"
+from kvfit.cli.main import main
+main()
+"""
+
+
+def without(modules: tuple[str, ...], *words: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process in which some modules are not installed."""
+    return subprocess.run([sys.executable, "-c", WITHOUT.format(modules=modules), *words], capture_output=True, text=True)
+
+
+HEAVY = ("demo", "capture a b --out c", "solve a --out b", "evaluate a", "plan a b", "inspect demo:source", "merge a --out b")
+
+
+@pytest.mark.parametrize("words", [*HEAVY, "fit a b"])
+def test_a_heavy_verb_without_the_extra_is_one_line(tmp_path: Path, words: str) -> None:
+    gone = tuple(module for module in console.EXTRAS["fit"] if module != "click")
+    done = without(gone, *(str(tmp_path / word) if word in "abc" else word for word in words.split()))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"kvfit: {words.split()[0]}: found no module ")
+    assert last.endswith('needed the extra "fit": pip install "kvfit-mappers[fit]"')
+    assert "Traceback" not in done.stderr
+
+
+def test_light_verbs_work_without_the_extra() -> None:
+    gone = tuple(module for module in console.EXTRAS["fit"] if module != "click")
+    for words in ("list", "env", "verify demo-bundle"):
+        done = without(gone, *words.split())
+        assert "needed the extra" not in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_module_that_no_extra_brings_is_not_hidden() -> None:
+    done = without(("safetensors",), "verify", "bundle")
+    assert "Traceback" in done.stderr

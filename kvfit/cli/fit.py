@@ -1,0 +1,313 @@
+"""The verb `fit`: plan, capture, solve, evaluate and push as one job that can be interrupted and repeated.
+
+The job is described by one small file, ``fit.yaml``: the two models and the options of every part, under the names that the
+command line gives them. It is kept beside the bundle, in the folder ``OUT.fit`` together with the store, and a copy without
+local paths travels in the bundle. Each part is run through its own command, so that it checks its options as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from kvfit.bundle.bundle import Bundle, add_files
+from kvfit.errors import KvfitError, OptionError
+
+PARTS = ("capture", "solve", "evaluate", "push")
+CONFIG = "fit.yaml"
+# Both models are loaded twice, by capture and by evaluate, and always in the same way.
+LOADING = ("dtype", "source-device", "target-device", "device-map", "attn-implementation", "trust-remote-code")
+# What the job sets by itself.
+OWN = {"capture": {"out", "resume", "json"}, "solve": {"out", "json", "sweep"}, "evaluate": {"source", "target", "json"}}
+OWN["push"] = {"json", "dry-run"}
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be fitted, and how.
+
+    Attributes:
+        source, target: refs of the two models.
+        parts: per part of the job, its options as the command line writes them, without the dashes.
+    """
+
+    source: str
+    target: str
+    parts: Mapping[str, Values] = field(default_factory=dict)
+
+    def to_yaml(self, *, published: bool = False) -> str:
+        """The text of ``fit.yaml``; `published`: local folders and files by their last name only."""
+        document: Values = {"source": self.source, "target": self.target}
+        document |= {part: dict(self.parts.get(part, {})) for part in PARTS if self.parts.get(part)}
+        return str(yaml.safe_dump(_without_paths(document) if published else document, sort_keys=False, allow_unicode=True))
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_paths(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    if isinstance(value, str) and (os.path.isabs(value) or value.startswith((".", "~")) or os.path.exists(value)):
+        return Path(value).name
+    return value
+
+
+def read_job(path: str | Path) -> Job:
+    """The job that a ``fit.yaml`` describes.
+
+    Raises:
+        OptionError: the file cannot be read, or is not of that form; names the key.
+    """
+    try:
+        document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise OptionError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())[:200]})") from None
+    known = ("source", "target", *PARTS)
+    unknown = sorted(map(str, set(document) - set(known))) if isinstance(document, dict) else [type(document).__name__]
+    if unknown:
+        raise OptionError(f"{path}: found {unknown[0]}, needed a mapping with the keys {', '.join(known)}")
+    for name in ("source", "target"):
+        if not isinstance(document.get(name, ""), str):
+            raise OptionError(f"{path}: key {name}: found {document[name]!r}, needed the ref of a model")
+    parts = {part: document.get(part) or {} for part in PARTS}
+    for part, options in parts.items():
+        if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+            raise OptionError(f"{path}: key {part}: found {type(options).__name__}, needed options by name")
+    return Job(document.get("source", ""), document.get("target", ""), parts)
+
+
+def described(words: Sequence[str], config: str | None, commands: Mapping[str, click.Command]) -> Job:
+    """The job that a command line asks for: its own words before those of a ``fit.yaml``.
+
+    Raises:
+        OptionError: a model is missing, or an option that no part has.
+    """
+    first_option = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+    models, options = list(words[:first_option]), parse_options(words[first_option:], commands)
+    base = Job("", "") if config is None else read_job(config)
+    if len(models) not in (0, 2) or (not models and not (base.source and base.target)):
+        raise OptionError(f"found {len(models)} models, needed SOURCE and TARGET, or --config with a file that names both")
+    source, target = (os.path.expanduser(model) for model in models) if models else (base.source, base.target)
+    parts = {part: {**base.parts.get(part, {}), **options.get(part, {})} for part in PARTS}
+    return Job(source, target, parts)
+
+
+def parse_options(words: Sequence[str], commands: Mapping[str, click.Command]) -> dict[str, Values]:
+    """Options of the parts, as a caller of `fit` wrote them.
+
+    A name that several parts have means capture's; the others' are written ``--solve-NAME``, ``--evaluate-NAME``,
+    ``--push-NAME``. Options of how models are loaded go to capture and to evaluate.
+
+    Raises:
+        OptionError: an unknown option, a missing value, or a word that belongs to no option.
+    """
+    found: dict[str, Values] = {part: {} for part in PARTS}
+    position = 0
+    while position < len(words):
+        word, _, attached = words[position].partition("=")
+        position += 1
+        if not word.startswith("--"):
+            raise OptionError(f"found {word!r} after the two models, needed an option that begins with --")
+        part, name = _home(word[2:], commands)
+        option = _option(commands[part], name)
+        if option.is_flag:
+            value: Any = True
+        elif attached:
+            value = attached
+        elif position < len(words):
+            value, position = words[position], position + 1
+        else:
+            raise OptionError(f"--{name}: found nothing after it, needed a value")
+        for each in ("capture", "evaluate") if part == "capture" and name in LOADING else (part,):
+            if option.multiple:
+                found[each].setdefault(name, []).append(value)
+            else:
+                found[each][name] = value
+    return {part: values for part, values in found.items() if values}
+
+
+def _home(word: str, commands: Mapping[str, click.Command]) -> tuple[str, str]:
+    """Part and name of an option."""
+    for part in PARTS:
+        prefix, name = f"{part}-", word.removeprefix(f"{part}-")
+        if word.startswith(prefix) and name not in OWN[part] and _names(commands[part]).get(name):
+            return part, name
+    for part in PARTS:
+        if word not in OWN[part] and _names(commands[part]).get(word):
+            return part, word
+    raise OptionError(f"--{word}: found an unknown option, needed one of capture, solve, evaluate or push: see their --help")
+
+
+def _names(command: click.Command) -> dict[str, click.Option]:
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    return {name[2:]: option for option in options for name in option.opts if name.startswith("--")}
+
+
+def _option(command: click.Command, name: str) -> click.Option:
+    return _names(command)[name]
+
+
+def words_of(values: Values, command: click.Command, part: str) -> list[str]:
+    """A part's options as words of its command line.
+
+    Raises:
+        OptionError: an option that the part does not have, or that the job sets by itself.
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        if name in OWN[part] or name not in _names(command):
+            raise OptionError(f"{part}: found the option {name!r}, needed one of kvfit {part} --help that fit leaves to you")
+        if value is True or value is False:
+            words += [f"--{name}"] if value else []
+        else:
+            for item in value if isinstance(value, list) else [value]:
+                words += [f"--{name}", str(item)]
+    return words
+
+
+def work_folder(out: str | Path) -> Path:
+    """Where the store and the whole description of a job are kept: ``OUT.fit``, beside the bundle."""
+    path = Path(out)
+    return path.with_name(path.name + ".fit")
+
+
+def local_refs(bundle: str | Path) -> tuple[str | None, str | None]:
+    """The models that the bundle was fitted from on this machine, None where no job is remembered beside it."""
+    path = work_folder(bundle) / CONFIG
+    if not path.is_file():
+        return None, None
+    job = read_job(path)
+    return job.source or None, job.target or None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What a job left behind.
+
+    Attributes:
+        bundle, store: where they are.
+        verdict: of the evaluation.
+        line: the last line of the evaluation.
+        pushed: where the bundle was published to, None where it was not.
+    """
+
+    bundle: Path
+    store: Path
+    verdict: str
+    line: str
+    pushed: str | None
+
+    def to_json(self) -> Values:
+        """As JSON values."""
+        return {
+            "bundle": str(self.bundle), "store": str(self.store), "verdict": self.verdict, "evaluation": self.line,
+            "pushed": self.pushed,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        where = f"; published to {self.pushed}" if self.pushed else ""
+        return f"{self.line or self.bundle}{where}"
+
+
+def run_fit(job: Job, out: str | Path, commands: Mapping[str, click.Command]) -> Fitted:
+    """Do every part that has not been done yet.
+
+    Args:
+        job: what to fit.
+        out: the bundle's folder.
+        commands: the command of each part, and of ``plan``.
+
+    Raises:
+        OptionError: an option that a part refuses, or a bundle in `out` that another job made.
+        GateError: the verdict is ``fail``; nothing is pushed then.
+    """
+    bundle, work = Path(out), work_folder(out)
+    words = {part: words_of(job.parts.get(part, {}), commands[part], part) for part in PARTS}
+    store = work / "pair.zarr"
+    done = _done(work)
+    made = {"source": job.source, "target": job.target, "capture": words["capture"]}
+    wanted = {**made, "solve": words["solve"]}
+    if bundle.exists() and done.get("solve") != wanted:
+        raise OptionError(
+            f"{bundle}: found a bundle that this job did not make, needed a free place: choose another --out, or remove it"
+        )
+    if store.exists() and done.get("capture", made) != made:
+        raise OptionError(
+            f"{store}: found statistics of another job, needed those of this one: choose another --out, or remove {work}"
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    (work / CONFIG).write_text(job.to_yaml(), encoding="utf-8")
+    if done.get("capture") != made:
+        if not store.exists():
+            _plan(job, commands["plan"])
+        _run(commands["capture"], [job.source, job.target, "--out", str(store), "--resume", *words["capture"]])
+        _remember(work, capture=made)
+    if not bundle.exists():
+        # Before the solve, so that a bundle without this entry is never taken for one of this job.
+        _remember(work, solve=wanted)
+        _run(commands["solve"], [str(store), "--out", str(bundle), *words["solve"]])
+    add_files(bundle, {CONFIG: job.to_yaml(published=True).encode()})
+    line = _evaluate(job, bundle, work, words["evaluate"], commands["evaluate"])
+    pushed = _run(commands["push"], [str(bundle), *words["push"]]) if words["push"] else None
+    return Fitted(bundle, store, Bundle.open(bundle, verify=False).verdict, line, pushed)
+
+
+def _evaluate(job: Job, bundle: Path, work: Path, words: list[str], command: click.Command) -> str:
+    """Judge the bundle, unless it was judged in this way before; the line that `evaluate` ends with."""
+    judged = {"evaluate": words, "weights": Bundle.open(bundle, verify=False).weights_digest}
+    done = _done(work)
+    if done.get("evaluate") == judged and Bundle.open(bundle, verify=False).verdict == "pass":
+        return str(done.get("line", ""))
+    line = _run(command, [str(bundle), "--source", job.source, "--target", job.target, *words])
+    _remember(work, evaluate=judged, line=line)
+    return line
+
+
+def _plan(job: Job, command: click.Command) -> None:
+    """Print what the job will take; what `plan` cannot say stops nothing, because the parts check again."""
+    shared = {name: value for name, value in job.parts.get("capture", {}).items() if name in _names(command)}
+    words = [job.source, job.target]
+    for name, value in shared.items():
+        for item in value if isinstance(value, list) else [value]:
+            words += [f"--{name}"] if item is True else [f"--{name}", str(item)]
+    try:
+        _run(command, words)
+    except (KvfitError, click.ClickException) as error:
+        click.echo(f"kvfit fit: no plan ({error})", err=True)
+
+
+def _run(command: click.Command, words: list[str]) -> str:
+    """Run a part through its own command; what it would print on stdout, which is passed on to stderr."""
+    click.echo(f"kvfit {command.name} {' '.join(words)}", err=True)
+    kept = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(kept), command.make_context(command.name or "", list(words)) as context:
+            command.invoke(context)
+    finally:
+        click.echo(kept.getvalue().rstrip("\n"), err=True)
+    return kept.getvalue().strip()
+
+
+def _done(work: Path) -> Values:
+    try:
+        found = json.loads((work / "done.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _remember(work: Path, **parts: Any) -> None:
+    temporary = work / "done.json.new"
+    temporary.write_text(json.dumps(_done(work) | parts), encoding="utf-8")
+    temporary.replace(work / "done.json")
