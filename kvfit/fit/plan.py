@@ -18,7 +18,8 @@ from kvfit.fit.capture.capture import Options as CaptureOptions
 from kvfit.fit.capture.capture import check_batch_size
 from kvfit.fit.capture.geometry import Geometry, is_built_in, read_geometry
 from kvfit.fit.solve.options import Options as SolveOptions
-from kvfit.fit.solve.system import Problem
+from kvfit.fit.solve.reader import least_bytes
+from kvfit.fit.solve.system import input_set
 from kvfit.fit.stats.accumulate import buffer_tokens, check_budget
 from kvfit.fit.stats.layout import Layout, StatsDtype
 from kvfit.fit.stats.moments import precise_matmul
@@ -223,7 +224,7 @@ def plan(
     f = chosen * kinds * (f1 if support == "full" else a.head_dim)
     systems = 2 * (1 if chosen == a.n_layers else b.n_layers) * (1 if support == "full" else b.n_heads)
     outputs = 2 * b.n_layers * (g1 if support == "full" else b.head_dim * b.n_heads)
-    problem = Problem(layout.source, layout.target, "keys", tuple(range(chosen)), (0,), support, inputs)
+    read = input_set((layout.source, layout.target), "keys", range(chosen), support, inputs)
     one = f / chosen
     probes = a.n_layers * ((2 if support == "full" else 2 * b.n_heads) * one**3 / 3 + 4.0 * one * one * outputs)
     pairs = a.n_layers * (a.n_layers + 1) // 2 * 2 + (a.n_layers**2 if inputs == "both" else 0)
@@ -248,7 +249,7 @@ def plan(
         statistics_flops=per_token * tokens,
         # Every penalty is solved on the way to the best, which is then solved for good.
         solve_flops=probes + (penalties + (penalties > 1)) * (systems * f**3 / 3 + 4.0 * f * f * outputs),
-        solve_bytes=problem.least_bytes("float64"),
+        solve_bytes=least_bytes(read, "float64"),
         bundle_bytes=weight_bytes * (f * outputs + 2 * b.n_layers * g1),
         rates=rates,
     )

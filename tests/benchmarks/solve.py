@@ -27,10 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from made_mappers import model_spec
 
-from kvfit.fit.solve.fitter import Fitter
+from kvfit.fit.solve.fitter import Fitter, groups
 from kvfit.fit.solve.options import Options
 from kvfit.fit.solve.solve import open_reader, probe_kinds, solve
-from kvfit.fit.solve.system import Problem
+from kvfit.fit.solve.system import InputSet, input_set
 from kvfit.fit.stats.store import Accumulator, Store
 from kvfit.spec import KINDS, ModelSpec
 
@@ -52,32 +52,24 @@ def make_store(path: Path, source: ModelSpec, target: ModelSpec, n_tokens: int) 
         accumulator.finish(None)
 
 
-def flops(problem: Problem) -> tuple[float, float]:
-    """Of factoring a problem, and of its triangular solves and the product with the holdout scatter."""
-    f, panels = float(problem.n_inputs), len(problem.panels)
-    outputs = len(problem.target_layers) * problem.target.width
-    return panels * f**3 / 3, 4 * f * f * outputs
+def flops(inputs: InputSet, n_targets: int) -> tuple[float, float]:
+    """Of factoring an input set, and of its triangular solves and the product with the holdout scatter."""
+    f = float(inputs.n_inputs)
+    return len(inputs.panels) * f**3 / 3, 4 * f * f * n_targets * inputs.target.width
 
 
 def planned(store: Path, options: Options) -> tuple[float, float, dict[int, int]]:
     """Multiplications and additions of solving a store: in factors, in products, and the factors' sizes."""
-    opened = Store.open(store)
-    n_source, n_target = opened.source.n_layers, opened.target.n_layers
     reader = open_reader(store, options)
-    problems = [reader.problem(kind, (i,), range(n_target)) for kind in KINDS for i in range(n_source)]
-    if options.top_k == "all":
-        problems += [reader.problem(kind, range(n_source), range(n_target)) for kind in KINDS]
-    else:
-        chosen = Fitter(reader, options, progress=False).choose(probe_kinds(reader, options, progress=False))
-        for kind in KINDS:
-            groups = defaultdict(list)
-            for layer_index, layers in enumerate(chosen[kind]):
-                groups[layers].append(layer_index)
-            problems += [reader.problem(kind, layers, members) for layers, members in groups.items()]
+    n_source, n_target = reader.store.source.n_layers, reader.store.target.n_layers
+    found = [(input_set(reader.models, kind, (i,)), n_target) for kind in KINDS for i in range(n_source)]
+    fitter = Fitter(reader, options, progress=False)
+    probes = {} if options.top_k == "all" else probe_kinds(reader, options, progress=False)
+    found += [(inputs, len(members)) for inputs, members in groups(fitter.sets(fitter.choose(probes))).items()]
     sizes: dict[int, int] = defaultdict(int)
-    for problem in problems:
-        sizes[problem.n_inputs] += 1
-    counts = [flops(problem) for problem in problems]
+    for inputs, _ in found:
+        sizes[inputs.n_inputs] += 1
+    counts = [flops(*one) for one in found]
     return sum(count[0] for count in counts), sum(count[1] for count in counts), dict(sizes)
 
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfit.fit.solve import ridge
 from kvfit.fit.solve.options import Options
+from kvfit.fit.solve.reader import Reader
 from kvfit.fit.solve.regression import Solution, solutions
-from kvfit.fit.solve.select import Chosen, Layers, Probe, greedy, rank, ranking_scores, take
-from kvfit.fit.solve.system import Problem, Reader
+from kvfit.fit.solve.score import r2, variance_gain
+from kvfit.fit.solve.select import Chosen, Probe, greedy, rank, ranking_scores, take
+from kvfit.fit.solve.system import InputSet, Layers, input_set
+from kvfit.fit.stats.layout import Block
 from kvfit.spec import KINDS, Kind
 
 # Errors this close to the best are the same to the data. Then the smaller penalty keeps more of the variance, and the smaller
@@ -31,8 +33,10 @@ GREEDY_PENALTY = 1e-2
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32)
 
 
-# Kind, source layers, target layer, penalty.
-Map = tuple[Kind, Layers, int, float]
+# What a map reads, what it predicts, and its penalty.
+Map = tuple[InputSet, Block, float]
+# What each target block reads.
+Sets = dict[Block, InputSet]
 
 
 class Quality(NamedTuple):
@@ -109,8 +113,8 @@ class Fitter:
             errors = dict.fromkeys(KINDS, errors["keys"] + errors["values"])
         chosen: Chosen = {}
         for kind in KINDS:
-            first = (errors[kind] <= errors[kind].min(0).values * (1 + INDIFFERENCE)).int().argmax(0)
-            chosen[kind] = [sets[kind][int(size)][layer_index] for layer_index, size in enumerate(first)]
+            smallest = _first_good_enough(errors[kind])
+            chosen[kind] = [sets[kind][size][layer_index] for layer_index, size in enumerate(smallest)]
         return chosen
 
     def _rankings(self, probes: dict[Kind, Probe], k: int) -> dict[Kind, list[list[int]]]:
@@ -124,112 +128,114 @@ class Fitter:
 
         def of(*kinds: Kind) -> list[list[int]]:
             def score(source_layers: Layers, target_layers: list[int]) -> list[float]:
-                found = [self.measure(kind, source_layers, target_layers, (penalty,)) for kind in kinds]
-                return [
-                    sum(quality.used for quality in row) / len(kinds) for row in zip(*(one[0] for one in found), strict=True)
+                per_kind = [
+                    self.measure(self.reads(kind, source_layers), [(kind, t) for t in target_layers], (penalty,))[0]
+                    for kind in kinds
                 ]
+                return [sum(quality.used for quality in row) / len(kinds) for row in zip(*per_kind, strict=True)]
 
             return greedy(store.source.n_layers, store.target.n_layers, k, score, progress=self._hide is None)
 
         return dict.fromkeys(KINDS, of(*KINDS)) if options.shared_layers else {kind: of(kind) for kind in KINDS}
 
-    def _least_errors(self, kind: Kind, sets: list[Layers]) -> Tensor:
+    def _least_errors(self, kind: Kind, layers: list[Layers]) -> Tensor:
         """Per target layer, 1 - R2 as used at the best penalty."""
-        errors = torch.zeros(len(sets), dtype=torch.float64)
-        for source_layers, members in tqdm(_groups(sets).items(), desc=f"layers {kind}", disable=self._hide):
-            found = self.measure(kind, source_layers, members, self.options.penalties)
-            errors[members] = (
-                1 - torch.tensor([[quality.used for quality in row] for row in found], dtype=torch.float64).max(0).values
-            )
+        errors = torch.zeros(len(layers), dtype=torch.float64)
+        sets = {(kind, t): self.reads(kind, source_layers) for t, source_layers in enumerate(layers)}
+        for inputs, targets in tqdm(groups(sets).items(), desc=f"layers {kind}", disable=self._hide):
+            errors[[t for _, t in targets]] = self._errors(inputs, targets, self.options.penalties).min(0).values
         return errors
 
-    def best_penalties(self, kind: Kind, source_layers: Layers, target_layers: Sequence[int]) -> list[float]:
-        """The penalty of each target layer that reads one set."""
+    def _errors(self, inputs: InputSet, targets: Sequence[Block], penalties: Sequence[float]) -> Tensor:
+        """1 - R2 as used, (penalties, targets)."""
+        rows = self.measure(inputs, targets, penalties)
+        return 1 - torch.tensor([[quality.used for quality in row] for row in rows], dtype=torch.float64)
+
+    def best_penalties(self, inputs: InputSet, targets: Sequence[Block]) -> list[float]:
+        """The penalty of each target block that reads one set."""
         grid = self.options.penalties
         if len(grid) == 1:
-            return [grid[0]] * len(target_layers)
-        found = self.measure(kind, source_layers, target_layers, grid)
-        errors = 1 - torch.tensor([[quality.used for quality in row] for row in found], dtype=torch.float64)
-        first = (errors <= errors.min(0).values * (1 + INDIFFERENCE)).int().argmax(0)
-        return [grid[int(row)] for row in first]
+            return [grid[0]] * len(targets)
+        return [grid[row] for row in _first_good_enough(self._errors(inputs, targets, grid))]
+
+    def reads(self, kind: Kind, source_layers: Layers) -> InputSet:
+        """What the map of a kind reads when it has chosen some source layers."""
+        return input_set(self.reader.models, kind, source_layers, self.options.support, self.options.inputs)
+
+    def sets(self, chosen: Chosen) -> Sets:
+        """What each target block reads."""
+        return {(kind, t): self.reads(kind, layers) for kind in KINDS for t, layers in enumerate(chosen[kind])}
 
     # -- solving -----------------------------------------------------------------------------------------------------
 
-    def measure(
-        self, kind: Kind, source_layers: Layers, target_layers: Sequence[int], penalties: Sequence[float]
-    ) -> list[list[Quality]]:
-        """R2 of the maps of some target layers from one set, a row per penalty; solves what it has not solved before."""
+    def measure(self, inputs: InputSet, targets: Sequence[Block], penalties: Sequence[float]) -> list[list[Quality]]:
+        """R2 of the maps of some target blocks from one set, a row per penalty; solves what it has not solved before."""
         for penalty in penalties:
-            missing = [t for t in target_layers if (kind, source_layers, t, penalty) not in self._known]
-            if not missing:
-                continue
-            for solution in solutions(
-                self.reader, self._problem(kind, source_layers, missing), penalty, scale=self.options.penalty_scale
-            ):
+            missing = [target for target in targets if (inputs, target, penalty) not in self._known]
+            for solution in self._solutions(inputs, missing, penalty):
                 qualities, _ = self._quality(solution, self._gain(solution))
-                for layer_index, quality in zip(solution.problem.target_layers, qualities, strict=True):
-                    self._known[kind, source_layers, layer_index, penalty] = quality
-        return [[self._known[kind, source_layers, t, penalty] for t in target_layers] for penalty in penalties]
+                for target, quality in zip(solution.targets, qualities, strict=True):
+                    self._known[inputs, target, penalty] = quality
+        return [[self._known[inputs, target, penalty] for target in targets] for penalty in penalties]
 
-    def qualities(self, kind: Kind, sets: list[Layers], penalties: Sequence[float] = ()) -> list[tuple[float, Quality]]:
-        """Penalty and quality of every target layer's map; measures `penalties` on the way, while the scatters are at hand."""
-        found: list[tuple[float, Quality]] = [(0.0, Quality(0.0, 0.0, 0.0))] * len(sets)
-        for source_layers, members in _groups(sets).items():
-            self.measure(kind, source_layers, members, penalties)
-            for layer_index, penalty in zip(members, self.best_penalties(kind, source_layers, members), strict=True):
-                found[layer_index] = (penalty, self.measure(kind, source_layers, [layer_index], (penalty,))[0][0])
+    def qualities(self, sets: Sets, penalties: Sequence[float] = ()) -> dict[Block, tuple[float, Quality]]:
+        """Penalty and quality of every target block's map; measures `penalties` on the way, while the scatters are at hand."""
+        found: dict[Block, tuple[float, Quality]] = {}
+        for inputs, targets in groups(sets).items():
+            self.measure(inputs, targets, penalties)
+            for target, penalty in zip(targets, self.best_penalties(inputs, targets), strict=True):
+                found[target] = (penalty, self.measure(inputs, [target], (penalty,))[0][0])
         return found
 
-    def fit(self, kind: Kind, sets: list[Layers]) -> Iterator[Fitted]:
-        """Every target layer's map of one kind, grouped by what they read: one factorisation per set and penalty."""
-        with tqdm(total=len(sets), desc=f"solve {kind}", disable=self._hide) as bar:
-            for source_layers, members in _groups(sets).items():
-                by_penalty: dict[float, list[int]] = defaultdict(list)
-                for layer_index, penalty in zip(members, self.best_penalties(kind, source_layers, members), strict=True):
-                    by_penalty[penalty].append(layer_index)
-                for penalty, layers in by_penalty.items():
-                    problem = self._problem(kind, source_layers, layers)
-                    for solution in solutions(self.reader, problem, penalty, scale=self.options.penalty_scale):
+    def fit(self, sets: Sets) -> Iterator[Fitted]:
+        """Every target block's map, grouped by what they read: one factorisation per set and penalty."""
+        with tqdm(total=len(sets), desc="solve", disable=self._hide) as bar:
+            for inputs, targets in groups(sets).items():
+                by_penalty: dict[float, list[Block]] = defaultdict(list)
+                for target, penalty in zip(targets, self.best_penalties(inputs, targets), strict=True):
+                    by_penalty[penalty].append(target)
+                for penalty, members in by_penalty.items():
+                    for solution in self._solutions(inputs, members, penalty):
                         for fitted in self._fitted(solution, penalty):
                             yield fitted
                             bar.update()
 
-    def _problem(self, kind: Kind, source_layers: Layers, target_layers: Sequence[int]) -> Problem:
-        return self.reader.problem(kind, source_layers, target_layers, self.options.support, self.options.inputs)
+    def _solutions(self, inputs: InputSet, targets: Sequence[Block], penalty: float) -> Iterator[Solution]:
+        return solutions(self.reader, inputs, targets, penalty, scale=self.options.penalty_scale)
 
     def _gain(self, solution: Solution) -> Tensor:
-        """Gain of each output, (L, G)."""
+        """Gain of each output, (T, G)."""
         if self.options.gain == "none":
             return torch.ones_like(solution.offset)
         score = solution.scores["holdout" if solution.scores["holdout"].count >= HOLDOUT_ENOUGH else "fit"]
-        width = self.reader.store.target.head_dim if self.options.gain == "head" else 1
-        return ridge.variance_gain(score.total, score.predicted, width)
+        return variance_gain(
+            score.total, score.predicted, self.reader.store.target.head_dim if self.options.gain == "head" else 1
+        )
 
     def _quality(self, solution: Solution, gain: Tensor) -> tuple[list[Quality], Tensor]:
-        """Of every target layer, and the holdout R2 of its heads before the gain, (L, H)."""
+        """Of every target block, and the holdout R2 of its heads before the gain, (T, H)."""
         fit, holdout = solution.scores["fit"], solution.scores["holdout"]
-        r2 = [
-            ridge.r2(error.sum(1), score.total.sum(1)).tolist()
+        per_block = [
+            r2(error.sum(1), score.total.sum(1)).tolist()
             for score, error in ((fit, fit.error()), (holdout, holdout.error()), (holdout, holdout.error(gain)))
         ]
         error, total = (
             part.view(len(part), self.reader.store.target.n_heads, -1).sum(2) for part in (holdout.error(), holdout.total)
         )
-        return [Quality(*row) for row in zip(*r2, strict=True)], ridge.r2(error, total)
+        return [Quality(*row) for row in zip(*per_block, strict=True)], r2(error, total)
 
     def _fitted(self, solution: Solution, penalty: float) -> Iterator[Fitted]:
         gain = self._gain(solution)
         qualities, heads = self._quality(solution, gain)
         bias = solution.target_mean - solution.offset * gain
-        problem = solution.problem
-        for position, layer_index in enumerate(problem.target_layers):
+        for position, (kind, layer_index) in enumerate(solution.targets):
             weight, scale = solution.weight(position), gain[position]
-            if problem.support == "head":
+            if solution.inputs.support == "head":
                 scale = scale.view(len(weight), 1, -1)
             yield Fitted(
-                kind=problem.kind,
+                kind=kind,
                 layer_index=layer_index,
-                source_layers=problem.source_layers,
+                source_layers=solution.inputs.source_layers,
                 penalty=penalty,
                 weight=weight * scale,
                 bias=bias[position],
@@ -241,9 +247,15 @@ class Fitter:
             )
 
 
-def _groups(sets: list[Layers]) -> dict[Layers, list[int]]:
-    """Target layers by the set that they read: one factorisation serves a group."""
-    groups: dict[Layers, list[int]] = defaultdict(list)
-    for layer_index, chosen in enumerate(sets):
-        groups[chosen].append(layer_index)
-    return dict(groups)
+def _first_good_enough(errors: Tensor) -> list[int]:
+    """Per column, the first row whose error is within `INDIFFERENCE` of the least."""
+    good = errors <= errors.min(0).values * (1 + INDIFFERENCE)
+    return [int(row) for row in good.int().argmax(0)]
+
+
+def groups(sets: Sets) -> dict[InputSet, list[Block]]:
+    """Target blocks by the set that they read: one factorisation serves a group."""
+    found: dict[InputSet, list[Block]] = defaultdict(list)
+    for target, inputs in sets.items():
+        found[inputs].append(target)
+    return dict(found)

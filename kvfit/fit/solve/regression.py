@@ -1,34 +1,38 @@
-"""The regressions of a problem, solved and scored on both splits, batch by batch of target layers."""
+"""The regressions of an input set, solved and scored on both splits, batch by batch of outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
+import torch
 from torch import Tensor
 
 from kvfit.fit.solve import ridge
-from kvfit.fit.solve.ridge import Factor, PenaltyScale, Score
-from kvfit.fit.solve.system import Problem, Reader
-from kvfit.fit.stats.layout import SPLITS, Part
+from kvfit.fit.solve.reader import Reader
+from kvfit.fit.solve.ridge import Factor, PenaltyScale
+from kvfit.fit.solve.score import Score, by_target, joined, score
+from kvfit.fit.solve.system import InputSet, System
+from kvfit.fit.stats.layout import Block, Part
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Weights of a batch of target layers, before the gain. With L target layers and G = H * D outputs each:
+    """Weights of a batch of target blocks, before the gain. With T target blocks and G = H * D outputs each:
 
     Attributes:
-        problem: whose solution this is.
-        weights: per panel, (F, L * G of the panel), layer-major.
-        offset: mean of the inputs on the fit split times the weights, (L, G).
-        target_mean: mean of the outputs on the fit split, (L, G).
-        scores: per split, vectors of (L, G).
+        inputs: what they read.
+        targets: the blocks predicted.
+        weights: per panel, (F, T * G of the panel), target by target.
+        offset: mean of the inputs on the fit split times the weights, (T, G).
+        target_mean: mean of the outputs on the fit split, (T, G).
+        scores: per split, vectors of (T, G).
         damping: the largest of the factors'.
         condition: the largest of the factors'.
     """
 
-    problem: Problem
+    inputs: InputSet
+    targets: tuple[Block, ...]
     weights: list[Tensor]
     offset: Tensor
     target_mean: Tensor
@@ -37,16 +41,20 @@ class Solution:
     condition: float
 
     def weight(self, position: int) -> Tensor:
-        """Of the target layer at a position: (F, G), or (H_target, F, D_target) with support ``head``."""
-        return self.problem.weight(self.weights, position)
+        """Of the target block at a position: (F, G), or (H_target, F, D_target) with support ``head``."""
+        parts = [weight.T.reshape(len(self.targets), -1, len(weight))[position].T for weight in self.weights]
+        return parts[0] if self.inputs.support == "full" else torch.stack(parts)
 
 
-def solutions(reader: Reader, problem: Problem, penalty: float, *, scale: PenaltyScale = "mean-variance") -> Iterator[Solution]:
-    """Solve a problem for one penalty: one factorisation per panel, whatever the number of target layers.
+def solutions(
+    reader: Reader, inputs: InputSet, targets: Sequence[Block], penalty: float, *, scale: PenaltyScale = "mean-variance"
+) -> Iterator[Solution]:
+    """Solve for one penalty: one factorisation per panel, whatever the number of target blocks.
 
     Args:
         reader: reads the statistics, within its memory budget.
-        problem: what is solved; its target layers come out in order, some at a time.
+        inputs: what the maps read.
+        targets: what they predict; they come out in order, some at a time.
         penalty: at least 0.
         scale: what it multiplies, see `ridge.factorise`.
 
@@ -54,66 +62,36 @@ def solutions(reader: Reader, problem: Problem, penalty: float, *, scale: Penalt
         SolveError: the memory budget is too small, or a system has no trustworthy solution.
         StoreError: a damaged chunk.
     """
-    batches = list(reader.batches(problem))
-    # First what stays, then what is overwritten: together they are what the budget allows for.
-    holdout = reader.scatters(problem, "holdout")
-    factors = _factors(reader, problem, penalty, scale)
-    for batch in batches:
-        yield _solved(reader, batch, factors, holdout)
-
-
-def _solved(reader: Reader, problem: Problem, factors: list[Factor], holdout: list[Tensor]) -> Solution:
-    count = {split: reader.store.count(split) for split in SPLITS}
-    means = {split: reader.source_means(problem, split) for split in SPLITS}
-    weights, fit_means, fit_scores, holdout_scores = [], [], [], []
-    for factor, outputs in zip(factors, reader.outputs(problem, "fit"), strict=True):
-        weight = ridge.solve(factor, outputs.cross_scatter, name=_name(problem))
-        predicted = ridge.fitted_scatter(factor, outputs.cross_scatter, weight)
-        weights.append(weight)
-        fit_means.append(outputs.target_mean)
-        fit_scores.append(ridge.score(outputs, weight, predicted, count["fit"]))
-    del outputs  # the memory of the cross scatter is that of the next one
-    for panel, outputs in enumerate(reader.outputs(problem, "holdout")):
-        move = means["holdout"][panel] - means["fit"][panel]
-        predicted = ridge.prediction_scatter(holdout[panel], weights[panel])
-        holdout_scores.append(ridge.score(outputs, weights[panel], predicted, count["holdout"], move, fit_means[panel]))
-    return Solution(
-        problem=problem,
-        weights=weights,
-        offset=problem.by_output([mean @ weight for mean, weight in zip(means["fit"], weights, strict=True)]),
-        target_mean=problem.by_output(fit_means),
-        scores={"fit": _joined(problem, fit_scores), "holdout": _joined(problem, holdout_scores)},
-        damping=max(factor.damping for factor in factors),
-        condition=max(factor.condition for factor in factors),
-    )
-
-
-def _factors(reader: Reader, problem: Problem, penalty: float, scale: PenaltyScale) -> list[Factor]:
-    def again(panel: int) -> Tensor:
-        return reader.scatters(problem, "fit", to_change=True)[panel]
-
-    return [
-        ridge.factorise(
-            scatter,
-            reader.store.count("fit"),
-            penalty,
-            again=partial(again, panel),
-            scale=scale,
-            groups=len(problem.kinds),
-            precision=reader.precision,
-            name=_name(problem),
+    factors: list[Factor] = []
+    for batch in reader.batches(inputs, targets):
+        systems = reader.systems(inputs, batch, "fit")
+        factors = factors or [_factor(reader, inputs, system, penalty, scale) for system in systems]
+        weights = [ridge.solve(*pair, name=inputs.name) for pair in zip(factors, (s.cross for s in systems), strict=True)]
+        fit = [score(s, weight, factor=factor) for s, weight, factor in zip(systems, weights, factors, strict=True)]
+        means = [(system.source_mean, system.target_mean) for system in systems]
+        del systems  # the memory of these cross scatters is that of the next
+        systems = reader.systems(inputs, batch, "holdout")
+        holdout = [score(s, weight, fit_means=at) for s, weight, at in zip(systems, weights, means, strict=True)]
+        del systems
+        yield Solution(
+            inputs=inputs,
+            targets=batch,
+            weights=weights,
+            offset=by_target([mean @ weight for (mean, _), weight in zip(means, weights, strict=True)], len(batch)),
+            target_mean=by_target([mean for _, mean in means], len(batch)),
+            scores={"fit": joined(fit, len(batch)), "holdout": joined(holdout, len(batch))},
+            damping=max(factor.damping for factor in factors),
+            condition=max(factor.condition for factor in factors),
         )
-        for panel, scatter in enumerate(reader.scatters(problem, "fit", to_change=True))
-    ]
 
 
-def _joined(problem: Problem, panels: list[Score]) -> Score:
-    names = ("total", "explained", "predicted", "source_drift", "target_drift")
-    return Score(panels[0].count, **{name: problem.by_output([getattr(panel, name) for panel in panels]) for name in names})
-
-
-def _name(problem: Problem) -> str:
-    """What is solved, for errors."""
-    source = problem.source_layers
-    layers = f"layer {source[0]}" if len(source) == 1 else f"layers {', '.join(map(str, source))}"
-    return f"{' and '.join(problem.kinds)} of source {layers}"
+def _factor(reader: Reader, inputs: InputSet, system: System, penalty: float, scale: PenaltyScale) -> Factor:
+    return ridge.factorise(
+        system.scatter,
+        system.count,
+        penalty,
+        scale=scale,
+        groups=inputs.groups,
+        precision=reader.precision,
+        name=inputs.name,
+    )

@@ -1,10 +1,9 @@
 """Ridge regression from second moments alone.
 
-Everything here is a pure function of centred scatters, means and counts. With N rows, inputs x (F,) and outputs y (G,),
+Everything here is a pure function. With N rows, inputs x (F,) and outputs y (G,),
 
     A = sum (x - mean x)(x - mean x)'     source scatter, (F, F)
     B = sum (x - mean x)(y - mean y)'     cross scatter, (F, G)
-    s = sum (y - mean y)^2                target scatter, (G,), the diagonal only
 
 the map ``y ~ x @ weight + bias`` minimises ``mean |y - x weight - bias|^2 + penalty * v * |weight|^2`` where v, the mean
 variance of the inputs, makes the penalty a pure number. The bias is unpenalised. All tensors are float64.
@@ -14,7 +13,7 @@ Source: Hoerl and Kennard (1970); the pooling of rows over tokens follows Heo et
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,23 +32,6 @@ DEAD = 1e-14
 EPSILON = 2.2e-16
 # Refinement stops at this relative residual, or when a step no longer halves it; what stops above the second is refused.
 REFINED, REFINED_ENOUGH, REFINEMENTS = 1e-14, 1e-9, 30
-# Below this share of the target's variance a prediction is the mean, and there is nothing to scale up.
-NOTHING_PREDICTED = 1e-6
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a regression knows of its outputs on one split.
-
-    Attributes:
-        cross_scatter: B, (F, G).
-        target_scatter: s, (G,).
-        target_mean: (G,).
-    """
-
-    cross_scatter: Tensor
-    target_scatter: Tensor
-    target_mean: Tensor
 
 
 @dataclass(frozen=True)
@@ -80,23 +62,21 @@ def factorise(
     count: int,
     penalty: float,
     *,
-    again: Callable[[], Tensor] | None = None,
     scale: PenaltyScale = "mean-variance",
-    groups: int = 1,
+    groups: Sequence[int] = (),
     precision: Precision = "float64",
     name: str = "",
 ) -> Factor:
     """Factor ``A / N + penalty * unit * I``.
 
     Args:
-        scatter: A, (F, F) float64, symmetric. **Overwritten**: at the scale of a large pair there is no room for two.
+        scatter: A, (F, F) float64, symmetric.
         count: N, rows behind it.
         penalty: at least 0.
-        again: gives A again, to be overwritten too, where a rung of the ladder fails; by default a copy is made for that.
         scale: what the penalty multiplies: the mean variance of the inputs (``mean-variance``), 1 (``covariance``), or
             1 / N (``scatter``: the penalty is added to A itself).
-        groups: equal runs of inputs with a mean variance of their own: keys and values differ in scale by orders of
-            magnitude, and each is penalised relative to its own.
+        groups: lengths of the runs of inputs that have a mean variance of their own; one run by default. Each run is
+            penalised as if it had been scaled to unit mean variance, and its weights scaled back.
         precision: ``mixed`` factors in float32 and refines solutions in float64, for devices where float64 is slow. Where
             the covariance is too ill-conditioned for that, the factor is float64 all the same.
         name: what is solved, for the error.
@@ -106,31 +86,29 @@ def factorise(
     """
     if count < 2:
         raise SolveError(f"{name}: found {count} tokens, needed at least 2: capture more text")
-    if again is None:
-        again = scatter.clone().clone
     variance = scatter.diagonal() / count
     if not bool(torch.isfinite(variance).all()):
         raise SolveError(f"{name}: found source statistics that are not finite, needed finite ones: capture again")
     live = variance > variance.max() * DEAD
     if not bool(live.any()):
         raise SolveError(f"{name}: found source inputs that never vary, needed at least one that does: check the source model")
-    unit = variance.view(groups, -1).mean(1).repeat_interleave(len(variance) // groups)
+    unit = torch.cat([run.mean().expand(len(run)) for run in torch.split(variance, list(groups) or len(variance))])
     # A group that never varies at all still needs a positive diagonal.
     unit = torch.where(unit > 0, unit, variance.mean())
     per_unit = {"mean-variance": unit, "covariance": torch.ones_like(unit), "scatter": torch.full_like(unit, 1 / count)}[scale]
     for rung in DAMPING_LADDER:
-        matrix = again() if rung else scatter
         ridge = penalty * per_unit + rung * unit
-        matrix.div_(count)
+        matrix = scatter / count
         if not bool(live.all()):
             matrix[~live] = 0.0
             matrix[:, ~live] = 0.0
         matrix.diagonal().copy_(torch.where(live, variance + ridge, unit))
-        found = _mixed(matrix) if precision == "mixed" else None
-        lower, covariance = found or (_cholesky(matrix, EPSILON * len(variance)), None)
+        refined = _mixed(matrix) if precision == "mixed" else None
+        lower, covariance = refined or (_cholesky(matrix, EPSILON * len(variance)), None)
         if lower is not None:
             pivots = lower.diagonal().double().square()
             return Factor(lower, ridge, live, count, rung, float(pivots.max() / pivots.min()), covariance)
+        del matrix  # before the next rung makes its own
     raise SolveError(
         f"{name}: found a source covariance that Cholesky cannot factor even with {DAMPING_LADDER[-1]:g} of the mean variance "
         f"added, needed a positive definite one: raise --penalty or capture more text"
@@ -167,17 +145,17 @@ def _refine(lower: Tensor, matrix: Tensor, right: Tensor, unit: float) -> tuple[
     """
     size = right.norm(dim=0)
     size = torch.where(size > 0, size, 1.0)
-    solution, rest, before = torch.zeros_like(right), right, float("inf")
+    solution, residual, worst_before = torch.zeros_like(right), right, float("inf")
     for _ in range(REFINEMENTS):
-        level = rest.norm(dim=0)
+        level = residual.norm(dim=0)
         level = torch.where(level > 0, level, 1.0)
-        solution = solution + _substitute(lower, (rest / level).float()).double() * (level / unit)
-        rest = right - matrix @ solution
-        now = float((rest.norm(dim=0) / size).max())
-        if now <= REFINED or not now < before / 2:
-            return solution, now
-        before = now
-    return solution, before
+        solution = solution + _substitute(lower, (residual / level).float()).double() * (level / unit)
+        residual = right - matrix @ solution
+        worst = float((residual.norm(dim=0) / size).max())
+        if worst <= REFINED or not worst < worst_before / 2:
+            return solution, worst
+        worst_before = worst
+    return solution, worst_before
 
 
 def _substitute(lower: Tensor, right: Tensor) -> Tensor:
@@ -187,131 +165,24 @@ def _substitute(lower: Tensor, right: Tensor) -> Tensor:
     return right
 
 
-def solve(factor: Factor, cross_scatter: Tensor, *, name: str = "") -> Tensor:
+def normal_right(factor: Factor, cross: Tensor) -> Tensor:
+    """The right side of the normal equations, ``B / N`` (F, G), a copy; 0 for inputs that never vary."""
+    right = cross / factor.count
+    if not bool(factor.live.all()):
+        right[~factor.live] = 0.0
+    return right
+
+
+def solve(factor: Factor, cross: Tensor, *, name: str = "") -> Tensor:
     """Weight (F, G) = (A / N + ridge)^-1 (B / N); inputs that never vary get 0.
 
     Raises:
         SolveError: refinement did not reach the precision that it reached on trial.
     """
-    right = cross_scatter / factor.count
-    if not bool(factor.live.all()):
-        right[~factor.live] = 0.0
+    right = normal_right(factor, cross)
     if factor.covariance is None:
         return _substitute(factor.lower, right)
     solution, residual = _refine(factor.lower, factor.covariance, right, float(factor.covariance.diagonal().mean()))
     if not residual <= REFINED_ENOUGH:
         raise SolveError(f"{name}: found a residual of {residual:.1e}, needed {REFINED_ENOUGH:g}: use --precision float64")
     return solution
-
-
-def prediction_scatter(source_scatter: Tensor, weight: Tensor) -> Tensor:
-    """Centred sum of squares of each prediction, ``diag(W' A W)``, (G,)."""
-    # Transposed, so that the product comes out column-major like the weight; the scatter is symmetric.
-    return _column_dots(weight, (weight.T @ source_scatter).T)
-
-
-def fitted_scatter(factor: Factor, cross_scatter: Tensor, weight: Tensor) -> Tensor:
-    """`prediction_scatter` on the rows of the fit, (G,), without A: ``diag(W' B) - N diag(W' ridge W)``.
-
-    Follows from ``(A + N ridge) W = B``; it spares a second copy of A beside its factor, and F F G multiplications.
-    """
-    penalised = _column_dots(weight, weight * factor.ridge[:, None])
-    return (_column_dots(weight, cross_scatter) - factor.count * penalised).clamp_(min=0.0)
-
-
-def _column_dots(a: Tensor, b: Tensor) -> Tensor:
-    """``(a * b).sum(0)`` of (F, G) tensors, without the product in memory."""
-    return torch.einsum("fg,fg->g", a, b)
-
-
-@dataclass(frozen=True)
-class Score:
-    """What one weight does on one split, per output, in sums that give its error under any gain.
-
-    Attributes:
-        count: N of the split.
-        total: s, the target scatter.
-        explained: ``diag(W' B)``.
-        predicted: ``diag(W' A W)``.
-        source_drift: how far the mean prediction moved from the split that the bias was fitted on.
-        target_drift: how far the mean of the target did.
-    """
-
-    count: int
-    total: Tensor
-    explained: Tensor
-    predicted: Tensor
-    source_drift: Tensor
-    target_drift: Tensor
-
-    def error(self, gain: Tensor | float = 1.0) -> Tensor:
-        """Sum over rows of the squared error of each output, exactly as if from the rows.
-
-        For predictions scaled by `gain` g about the mean: ``s - 2 g diag(W' B) + g^2 diag(W' A W) + N d^2`` with d the drift
-        of the target less g times that of the predictions: 0 on the rows that the bias was fitted on, and on any other split
-        what a shifted mean costs.
-        """
-        centred = self.total - 2 * gain * self.explained + gain * gain * self.predicted
-        return centred.clamp(min=0.0) + self.count * (self.target_drift - gain * self.source_drift).square()
-
-
-def score(
-    outputs: Outputs,
-    weight: Tensor,
-    predicted: Tensor,
-    count: int,
-    source_move: Tensor | None = None,
-    fit_mean: Tensor | None = None,
-) -> Score:
-    """The `Score` of a weight (F, G) on one split.
-
-    Args:
-        outputs: of the split.
-        weight: W.
-        predicted: ``diag(W' A W)`` of the split.
-        count: N of the split.
-        source_move: mean of the inputs on the split less that on the fit split, (F,); None on the fit split.
-        fit_mean: mean of the outputs on the fit split, (G,); None on the fit split.
-    """
-    zero = torch.zeros_like(predicted)
-    return Score(
-        count,
-        outputs.target_scatter,
-        _column_dots(weight, outputs.cross_scatter),
-        predicted,
-        zero if source_move is None else source_move @ weight,
-        zero if fit_mean is None else outputs.target_mean - fit_mean,
-    )
-
-
-def r2(error: Tensor, total: Tensor) -> Tensor:
-    """Share of variance explained, ``1 - error / total``; negative values stay as they are.
-
-    Where nothing varies there is nothing to explain, and R2 is 0.
-    """
-    return torch.where(total > 0, 1 - error / torch.where(total > 0, total, 1.0), 0.0)
-
-
-def variance_gain(target_scatter: Tensor, predicted: Tensor, width: int = 1) -> Tensor:
-    """``sqrt(var(target) / var(prediction))`` per output, in the shape of its arguments, (..., G).
-
-    A ridge prediction varies less than the truth; scaling each output about its mean gives the variance back. That costs R2
-    and restores what attention does with keys and values (see docs/guides/solve.md).
-
-    Args:
-        target_scatter: s.
-        predicted: `prediction_scatter` on the same rows.
-        width: pool both sums over runs of this many outputs first (one gain per head).
-
-    Returns:
-        The gain of each output; 1 where the target does not vary or the prediction is the mean.
-    """
-    if width > 1:
-        target_scatter, predicted = (
-            sums.reshape(*sums.shape[:-1], -1, width).sum(-1).repeat_interleave(width, -1)
-            for sums in (target_scatter, predicted)
-        )
-    usable = predicted > NOTHING_PREDICTED * target_scatter
-    # An output that does not vary has rounding for a prediction.
-    usable &= target_scatter > DEAD * target_scatter.amax(-1, keepdim=True)
-    return torch.where(usable, target_scatter / torch.where(usable, predicted, 1.0), 1.0).sqrt()

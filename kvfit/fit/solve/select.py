@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from kvfit.fit.solve import ridge
 from kvfit.fit.solve.options import Ranking
+from kvfit.fit.solve.reader import Reader
 from kvfit.fit.solve.regression import solutions
-from kvfit.fit.solve.system import Reader
+from kvfit.fit.solve.score import r2
+from kvfit.fit.solve.system import Layers, input_set
 from kvfit.fit.stats.layout import SPLITS, Part
 from kvfit.spec import KINDS, Inputs, Kind, Support
 
-Layers = tuple[int, ...]
 Chosen = dict[Kind, list[Layers]]
 # R2 (len(target_layers),) of some target layers on one ascending set of source layers.
 ScoreOf = Callable[[Layers, list[int]], Sequence[float]]
@@ -79,13 +79,13 @@ def probe(
     heads = {split: torch.zeros(*shape, dtype=torch.float64) for split in SPLITS}
     layers = {split: torch.zeros(*shape[:2], dtype=torch.float64) for split in SPLITS}
     for layer_index in tqdm(range(source.n_layers), desc=f"probe {kind}", disable=None if progress else True):
-        problem = reader.problem(kind, (layer_index,), range(target.n_layers), support, inputs)
-        for solution in solutions(reader, problem, penalty):
-            rows = list(solution.problem.target_layers)
+        read = input_set(reader.models, kind, (layer_index,), support, inputs)
+        for solution in solutions(reader, read, [(kind, t) for t in range(target.n_layers)], penalty):
+            rows = [t for _, t in solution.targets]
             for split, score in solution.scores.items():
                 error, total = (sums.view(len(rows), target.n_heads, -1).sum(2).cpu() for sums in (score.error(), score.total))
-                heads[split][rows, layer_index] = ridge.r2(error, total)
-                layers[split][rows, layer_index] = ridge.r2(error.sum(1), total.sum(1))
+                heads[split][rows, layer_index] = r2(error, total)
+                layers[split][rows, layer_index] = r2(error.sum(1), total.sum(1))
     return Probe(heads, layers, support, penalty)
 
 

@@ -23,11 +23,12 @@ from kvfit.errors import MismatchError, SolveError
 from kvfit.fit.capture.models import find_device
 from kvfit.fit.capture.recipe import bundle_recipe
 from kvfit.fit.plots import r2_layers, r2_map
-from kvfit.fit.solve.fitter import HOLDOUT_ENOUGH, Fitted, Fitter
+from kvfit.fit.solve.fitter import HOLDOUT_ENOUGH, Fitted, Fitter, Sets
 from kvfit.fit.solve.options import RECIPES, Options
+from kvfit.fit.solve.reader import Reader, check_budget
 from kvfit.fit.solve.ridge import Precision
-from kvfit.fit.solve.select import Chosen, Probe, probe
-from kvfit.fit.solve.system import Reader, check_budget
+from kvfit.fit.solve.select import Probe, probe
+from kvfit.fit.solve.system import input_set
 from kvfit.fit.stats.layout import SPLITS
 from kvfit.fit.stats.store import Store
 from kvfit.hub.card import write_card
@@ -103,7 +104,7 @@ def solve(
     out.parent.mkdir(parents=True, exist_ok=True)
     # Layers that read the same set are solved together, the bundle wants them in order, and all of them may not fit in memory.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        details = list(_solve_layers(fitter, chosen, Path(scratch)))
+        details = list(_solve_layers(fitter, fitter.sets(chosen), Path(scratch)))
         details.sort(key=lambda detail: (detail["layer_index"], KINDS.index(detail["kind"])))
         spec = mapper_spec(reader.store, options, map(_layer_map, details))
         report = _report(reader, options, probes, details)
@@ -166,7 +167,8 @@ def open_reader(
     options.check_layers(n_source)
     largest = n_source if isinstance(options.top_k, str) else options.top_k
     # Before anything long: what is known to be too much is refused now.
-    check_budget(reader.problem("keys", range(largest), (0,), options.support, options.inputs), memory_budget, precision)
+    inputs = input_set(reader.models, "keys", range(largest), options.support, options.inputs)
+    check_budget(inputs, memory_budget, precision)
     return reader
 
 
@@ -176,20 +178,19 @@ def probe_kinds(reader: Reader, options: Options, progress: bool = True) -> dict
     return {kind: probe(reader, kind, progress=progress, **arguments) for kind in KINDS}  # type: ignore[arg-type]
 
 
-def _solve_layers(fitter: Fitter, chosen: Chosen, scratch: Path) -> Iterator[dict[str, Any]]:
+def _solve_layers(fitter: Fitter, sets: Sets, scratch: Path) -> Iterator[dict[str, Any]]:
     """Put weight and bias of every layer map into the scratch folder, in the stored dtype; give what the report says of it."""
     dtype: torch.dtype = getattr(torch, fitter.options.dtype)
-    for kind in KINDS:
-        for fitted in fitter.fit(kind, chosen[kind]):
-            # Biases stay in float32: they are few, and key biases can be hundreds of times the spread.
-            weight, bias = fitted.weight.to(dtype).cpu().contiguous(), fitted.bias.float().cpu().contiguous()
-            if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
-                raise SolveError(
-                    f"{kind} of target layer {fitted.layer_index}: found weights beyond {fitter.options.dtype}, needed finite "
-                    f"ones: use --dtype float32"
-                )
-            save_file({"weight": weight, "bias": bias}, _path(scratch, kind, fitted.layer_index))
-            yield _detail(fitted)
+    for fitted in fitter.fit(sets):
+        # Biases stay in float32: they are few, and key biases can be hundreds of times the spread.
+        weight, bias = fitted.weight.to(dtype).cpu().contiguous(), fitted.bias.float().cpu().contiguous()
+        if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
+            raise SolveError(
+                f"{fitted.kind} of target layer {fitted.layer_index}: found weights beyond {fitter.options.dtype}, needed "
+                f"finite ones: use --dtype float32"
+            )
+        save_file({"weight": weight, "bias": bias}, _path(scratch, fitted.kind, fitted.layer_index))
+        yield _detail(fitted)
 
 
 def _path(scratch: Path, kind: Kind, layer_index: int) -> Path:

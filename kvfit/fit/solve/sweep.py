@@ -25,10 +25,10 @@ from tqdm import tqdm
 from kvfit.bundle.files import whole_folder, write_file
 from kvfit.errors import OptionError
 from kvfit.fit.plots import sweep_curves
-from kvfit.fit.solve.fitter import Fitter, Quality
+from kvfit.fit.solve.fitter import Fitter, Quality, Sets
 from kvfit.fit.solve.options import Options
 from kvfit.fit.solve.ridge import Precision
-from kvfit.fit.solve.select import Chosen, Probe
+from kvfit.fit.solve.select import Probe
 from kvfit.fit.solve.solve import MEMORY_BUDGET, check_new, mapper_spec, open_reader, probe_kinds
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import KINDS, Kind, LayerMap, MapperSpec, Support
@@ -142,23 +142,23 @@ def sweep(
             probes[asked.support] = probe_kinds(reader, asked, progress)
         chosen = fitter.choose(probes[asked.support])
         others = {p for one in combinations if dataclasses.replace(one, penalty=asked.penalty) == asked for p in one.penalties}
-        rows.append(_row(fitter, chosen, sorted(others), times))
+        rows.append(_row(fitter, fitter.sets(chosen), sorted(others), times))
     with whole_folder(out) as folder:
         write_file(folder / "sweep.csv", _csv(rows))
         write_file(folder / "sweep.png", sweep_curves(rows))
     return Sweep(out, rows)
 
 
-def _row(fitter: Fitter, chosen: Chosen, penalties: list[float], times: dict[tuple[Any, ...], float]) -> dict[str, Any]:
+def _row(fitter: Fitter, sets: Sets, penalties: list[float], times: dict[tuple[Any, ...], float]) -> dict[str, Any]:
     options, reader = fitter.options, fitter.reader
     row: dict[str, Any] = {name: getattr(options, name) for name in CHOICES}
-    layers: list[LayerMap] = []
+    found = fitter.qualities(sets, penalties)
     for kind in KINDS:
-        found = fitter.qualities(kind, chosen[kind], penalties)
+        of_kind = {target: quality for target, (_, quality) in found.items() if target[0] == kind}
         for name in Quality._fields:
-            row[f"{kind}_r2_{name}"] = statistics.fmean(getattr(quality, name) for _, quality in found)
-        row[f"{kind}_layers"] = statistics.fmean(map(len, chosen[kind]))
-        layers += [LayerMap(kind, t, chosen[kind][t], penalty, q.fit, q.holdout) for t, (penalty, q) in enumerate(found)]
+            row[f"{kind}_r2_{name}"] = statistics.fmean(getattr(quality, name) for quality in of_kind.values())
+        row[f"{kind}_layers"] = statistics.fmean(len(sets[target].source_layers) for target in of_kind)
+    layers = [LayerMap(*t, sets[t].source_layers, penalty, q.fit, q.holdout) for t, (penalty, q) in found.items()]
     layers.sort(key=lambda layer: (layer.layer_index, KINDS.index(layer.kind)))
     spec = mapper_spec(reader.store, options, layers)
     sizes = {layer: math.prod(spec.weight_shape(*layer)) for layer in ((one.kind, one.layer_index) for one in spec.layers)}

@@ -1,4 +1,4 @@
-"""The ridge functions against least squares on an augmented matrix, in float64 from the rows."""
+"""The ridge and score functions against least squares on an augmented matrix, in float64 from the rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kvfit.errors import SolveError
 from kvfit.fit.solve import ridge
+from kvfit.fit.solve.score import r2, score, variance_gain
+from kvfit.fit.solve.system import System
 
 SCALES = ("mean-variance", "covariance", "scatter")
 
@@ -27,9 +29,9 @@ def rows(n: int, f: int, g: int, seed: int = 0, drift: float = 0.0) -> tuple[Ten
     return x, x @ weight + 30 * torch.randn(n, g, generator=generator, dtype=torch.float64) + drift
 
 
-def moments(x: Tensor, y: Tensor) -> tuple[Tensor, ridge.Outputs]:
+def moments(x: Tensor, y: Tensor) -> System:
     xc, yc = x - x.mean(0), y - y.mean(0)
-    return xc.T @ xc, ridge.Outputs(xc.T @ yc, yc.square().sum(0), y.mean(0))
+    return System(len(x), xc.T @ xc, xc.T @ yc, yc.square().sum(0), x.mean(0), y.mean(0))
 
 
 def augmented(x: Tensor, y: Tensor, added: Tensor | float) -> Tensor:
@@ -40,10 +42,10 @@ def augmented(x: Tensor, y: Tensor, added: Tensor | float) -> Tensor:
     return torch.linalg.lstsq(torch.cat([x - x.mean(0), extra]), right, driver="gelsd").solution
 
 
-def added(x: Tensor, penalty: float, scale: str, groups: int = 1) -> Tensor:
+def added(x: Tensor, penalty: float, scale: str, groups: tuple[int, ...] = ()) -> Tensor:
     """What the penalty adds to the scatter's diagonal."""
     variance = x.var(0, correction=0)
-    own = torch.cat([part.mean().expand(len(part)) for part in variance.chunk(groups)])
+    own = torch.cat([part.mean().expand(len(part)) for part in torch.split(variance, list(groups) or len(variance))])
     return (
         penalty
         * {"mean-variance": len(x) * own, "covariance": torch.full_like(own, len(x)), "scatter": torch.ones_like(own)}[scale]
@@ -51,16 +53,16 @@ def added(x: Tensor, penalty: float, scale: str, groups: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [(), (12, 12), (12, 9, 3)])
 @pytest.mark.parametrize("precision", ["float64", "mixed"])
 @pytest.mark.parametrize("penalty", [0.0, 1e-3, 10.0])
 def test_weight_is_that_of_augmented_least_squares(scale: Any, groups: int, precision: Any, penalty: float) -> None:
     x, y = rows(300, 24, 7)
     x[:, :12] *= 30  # the first group of inputs is far larger
-    scatter, outputs = moments(x, y)
-    factor = ridge.factorise(scatter.clone(), 300, penalty, scale=scale, groups=groups, precision=precision)
+    system = moments(x, y)
+    factor = ridge.factorise(system.scatter, 300, penalty, scale=scale, groups=groups, precision=precision)
     assert factor.damping == 0
-    weight = ridge.solve(factor, outputs.cross_scatter)
+    weight = ridge.solve(factor, system.cross)
     wanted = augmented(x, y, added(x, penalty, scale, groups))
     scaled = x.std(0)[:, None]
     torch.testing.assert_close(weight * scaled, wanted * scaled, rtol=1e-8, atol=1e-9 * float((wanted * scaled).abs().max()))
@@ -73,32 +75,29 @@ def test_weight_is_that_of_augmented_least_squares(scale: Any, groups: int, prec
 def test_score_is_that_of_the_rows_on_both_splits(penalty: float, gain: float) -> None:
     x, y = rows(300, 24, 7)
     x2, y2 = rows(200, 24, 7, seed=9, drift=0.4)
-    (scatter, outputs), (scatter2, outputs2) = moments(x, y), moments(x2, y2)
-    factor = ridge.factorise(scatter.clone(), 300, penalty)
-    weight = ridge.solve(factor, outputs.cross_scatter)
-    predicted = ridge.fitted_scatter(factor, outputs.cross_scatter, weight)
-    torch.testing.assert_close(predicted, ridge.prediction_scatter(scatter, weight), rtol=1e-9, atol=0)
-    fit = ridge.score(outputs, weight, predicted, 300)
-    move = x2.mean(0) - x.mean(0)
-    holdout = ridge.score(outputs2, weight, ridge.prediction_scatter(scatter2, weight), 200, move, outputs.target_mean)
-    for score, a, b in ((fit, x, y), (holdout, x2, y2)):
+    system, system2 = moments(x, y), moments(x2, y2)
+    factor = ridge.factorise(system.scatter, 300, penalty)
+    weight = ridge.solve(factor, system.cross)
+    fit = score(system, weight, factor=factor)
+    torch.testing.assert_close(fit.predicted, score(system, weight).predicted, rtol=1e-9, atol=0)
+    holdout = score(system2, weight, fit_means=(system.source_mean, system.target_mean))
+    for found, a, b in ((fit, x, y), (holdout, x2, y2)):
         error = (b - (y.mean(0) + gain * (a - x.mean(0)) @ weight)).square().sum(0)
-        torch.testing.assert_close(score.error(gain), error, rtol=1e-9, atol=0)
+        torch.testing.assert_close(found.error(gain), error, rtol=1e-9, atol=0)
         total = (b - b.mean(0)).square().sum(0)
-        torch.testing.assert_close(ridge.r2(score.error(gain), score.total), 1 - error / total, rtol=0, atol=1e-9)
+        torch.testing.assert_close(r2(found.error(gain), found.total), 1 - error / total, rtol=0, atol=1e-9)
 
 
 def test_r2_of_nothing_is_zero_and_of_worse_than_the_mean_negative() -> None:
-    assert ridge.r2(torch.tensor([0.0, 1.0, 6.0]), torch.tensor([0.0, 0.0, 2.0])).tolist() == [0.0, 0.0, -2.0]
+    assert r2(torch.tensor([0.0, 1.0, 6.0]), torch.tensor([0.0, 0.0, 2.0])).tolist() == [0.0, 0.0, -2.0]
 
 
 @pytest.mark.parametrize("precision", ["float64", "mixed"])
 def test_inputs_that_never_vary_get_no_weight(precision: Any) -> None:
     x, y = rows(300, 10, 3)
     x[:, 4] = 3.0
-    scatter, outputs = moments(x, y)
-    factor = ridge.factorise(scatter.clone(), 300, 0.01, precision=precision)
-    weight = ridge.solve(factor, outputs.cross_scatter)
+    system = moments(x, y)
+    weight = ridge.solve(ridge.factorise(system.scatter, 300, 0.01, precision=precision), system.cross)
     assert bool((weight[4] == 0).all())
     alive = [i for i in range(10) if i != 4]
     wanted = augmented(x[:, alive], y, added(x, 0.01, "mean-variance")[0])
@@ -107,42 +106,34 @@ def test_inputs_that_never_vary_get_no_weight(precision: Any) -> None:
 
 def test_more_inputs_than_rows_is_damped_and_recorded() -> None:
     x, y = rows(20, 40, 3)
-    scatter, outputs = moments(x, y)
-    factor = ridge.factorise(scatter.clone(), 20, 0.0)
+    system = moments(x, y)
+    factor = ridge.factorise(system.scatter, 20, 0.0)
     assert factor.damping in ridge.DAMPING_LADDER[1:]
-    weight = ridge.solve(factor, outputs.cross_scatter)
+    weight = ridge.solve(factor, system.cross)
     assert bool(torch.isfinite(weight).all())
     # As many inputs as that interpolate the rows.
     torch.testing.assert_close((x - x.mean(0)) @ weight, y - y.mean(0), rtol=0, atol=1e-2 * float(y.std()))
-    assert float(factor.ridge.max()) == pytest.approx(factor.damping * float(scatter.diagonal().mean()) / 20)
+    assert float(factor.ridge.max()) == pytest.approx(factor.damping * float(system.scatter.diagonal().mean()) / 20)
 
 
-def test_the_ladder_reads_the_scatter_again_for_every_rung() -> None:
-    scatter, _ = moments(*rows(20, 40, 3))
-    kept, calls = scatter.clone(), []
-
-    def again() -> Tensor:
-        calls.append(None)
-        return kept.clone()
-
-    factor = ridge.factorise(scatter, 20, 0.0, again=again)
-    assert len(calls) == ridge.DAMPING_LADDER.index(factor.damping) > 0
-
-
-def test_the_factor_takes_the_memory_of_the_scatter() -> None:
-    scatter, _ = moments(*rows(300, 24, 7))
-    assert ridge.factorise(scatter, 300, 0.1, again=scatter.clone).lower.data_ptr() == scatter.data_ptr()
+@pytest.mark.parametrize("precision", ["float64", "mixed"])
+@pytest.mark.parametrize("n_rows", [20, 300])  # with and without damping
+def test_the_scatter_is_left_as_it_was(n_rows: int, precision: Any) -> None:
+    system = moments(*rows(n_rows, 40, 3))
+    kept = system.scatter.clone()
+    ridge.factorise(system.scatter, n_rows, 0.0, precision=precision)
+    assert torch.equal(system.scatter, kept)
 
 
 def test_mixed_falls_back_to_float64_where_refinement_cannot_converge() -> None:
     x, y = rows(300, 24, 7)
     x[:, 3] = x[:, 5] + 1e-7 * x[:, 3]
-    scatter, outputs = moments(x, y)
-    factor = ridge.factorise(scatter.clone(), 300, 0.0, precision="mixed")
+    system = moments(x, y)
+    factor = ridge.factorise(system.scatter, 300, 0.0, precision="mixed")
     assert factor.covariance is None
     assert factor.lower.dtype == torch.float64
-    plain = ridge.factorise(scatter.clone(), 300, 0.0)
-    assert torch.equal(ridge.solve(factor, outputs.cross_scatter), ridge.solve(plain, outputs.cross_scatter))
+    plain = ridge.factorise(system.scatter, 300, 0.0)
+    assert torch.equal(ridge.solve(factor, system.cross), ridge.solve(plain, system.cross))
 
 
 @settings(max_examples=30, deadline=None)
@@ -151,25 +142,25 @@ def test_predictions_do_not_depend_on_the_unit_of_the_inputs(scale: float, penal
     x, y = rows(100, 8, 3)
     found = []
     for unit in (1.0, 10.0**scale):
-        scatter, outputs = moments(x * unit, y)
-        weight = ridge.solve(ridge.factorise(scatter, 100, penalty, precision=precision), outputs.cross_scatter)
+        system = moments(x * unit, y)
+        weight = ridge.solve(ridge.factorise(system.scatter, 100, penalty, precision=precision), system.cross)
         found.append((x - x.mean(0)) * unit @ weight)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-8 * float(y.std()))
 
 
 def test_gain_restores_variance_per_output_and_per_head() -> None:
     total, predicted = torch.tensor([[4.0, 9.0, 1.0, 8.0]]), torch.tensor([[1.0, 1.0, 4.0, 5.0]])
-    torch.testing.assert_close(ridge.variance_gain(total, predicted), torch.tensor([[2.0, 3.0, 0.5, 1.6**0.5]]))
-    torch.testing.assert_close(ridge.variance_gain(total, predicted, 2), torch.tensor([[6.5**0.5, 6.5**0.5, 1.0, 1.0]]))
+    torch.testing.assert_close(variance_gain(total, predicted), torch.tensor([[2.0, 3.0, 0.5, 1.6**0.5]]))
+    torch.testing.assert_close(variance_gain(total, predicted, 2), torch.tensor([[6.5**0.5, 6.5**0.5, 1.0, 1.0]]))
 
 
 def test_gain_is_one_where_there_is_nothing_to_scale() -> None:
     total, predicted = torch.tensor([4.0, 0.0, 5.0, 1e-20]), torch.tensor([0.0, 0.0, 1e-7, 1e-22])
-    assert ridge.variance_gain(total, predicted).tolist() == [1.0, 1.0, 1.0, 1.0]
+    assert variance_gain(total, predicted).tolist() == [1.0, 1.0, 1.0, 1.0]
 
 
 def test_errors_name_what_is_solved() -> None:
-    scatter, _ = moments(*rows(30, 4, 2))
+    scatter = moments(*rows(30, 4, 2)).scatter
     with pytest.raises(SolveError, match="keys: found 1 tokens, needed at least 2"):
         ridge.factorise(scatter.clone(), 1, 0.1, name="keys")
     with pytest.raises(SolveError, match="keys: found source inputs that never vary"):

@@ -12,9 +12,9 @@ from planted import Planted, plant
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.fit.solve import ridge
+from kvfit.fit.solve.reader import Reader
 from kvfit.fit.solve.select import Probe, greedy, probe, rank, ranking_scores, take
 from kvfit.fit.solve.solve import Options, solve
-from kvfit.fit.solve.system import Reader
 from kvfit.fit.stats.store import Store
 from kvfit.spec import KINDS
 

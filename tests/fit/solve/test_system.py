@@ -14,8 +14,9 @@ import torch
 from planted import Planted, plant
 
 from kvfit.errors import SolveError
+from kvfit.fit.solve.reader import Reader, least_bytes
 from kvfit.fit.solve.regression import solutions
-from kvfit.fit.solve.system import Problem, Reader, source_head
+from kvfit.fit.solve.system import input_set, source_head
 from kvfit.fit.stats.store import CACHE_BYTES, Split, Store
 from kvfit.spec import KINDS, Inputs, Support
 
@@ -40,23 +41,30 @@ def centred(rows: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("inputs", ["same", "both"])
 def test_panels_are_those_of_the_rows(pair: Planted, store: Path, support: Support, inputs: Inputs) -> None:
     reader = Reader(Store.open(store))
-    problem = reader.problem("values", (1, 3), (2, 0), support, inputs)
+    read = input_set(reader.models, "values", (1, 3), support, inputs)
     kinds = ("values",) if inputs == "same" else KINDS
     for split in SPLITS:
-        panels = zip(
-            reader.scatters(problem, split), reader.source_means(problem, split), reader.outputs(problem, split), strict=True
-        )
-        for head, (scatter, mean, outputs) in enumerate(panels):
+        for head, system in enumerate(reader.systems(read, [("values", 2), ("values", 0)], split)):
             target = None if support == "full" else head
             x = pair.inputs(split, kinds, (1, 3), None if target is None else head // 2)  # 2 source heads, 4 target heads
             y = np.concatenate([pair.outputs(split, "values", t, target) for t in (2, 0)], 1)
             size = float(np.abs(centred(x).T @ centred(x)).max())
-            np.testing.assert_allclose(scatter, centred(x).T @ centred(x), rtol=1e-6, atol=1e-6 * size)
+            np.testing.assert_allclose(system.scatter, centred(x).T @ centred(x), rtol=1e-6, atol=1e-6 * size)
             size = float(np.abs(centred(x).T @ centred(y)).max())
-            np.testing.assert_allclose(outputs.cross_scatter, centred(x).T @ centred(y), rtol=1e-6, atol=1e-6 * size)
-            np.testing.assert_allclose(outputs.target_scatter, (centred(y) ** 2).sum(0), rtol=1e-6)
-            np.testing.assert_allclose(mean, x.mean(0), rtol=1e-6, atol=1e-6)
-            np.testing.assert_allclose(outputs.target_mean, y.mean(0), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(system.cross, centred(x).T @ centred(y), rtol=1e-6, atol=1e-6 * size)
+            np.testing.assert_allclose(system.target_square, (centred(y) ** 2).sum(0), rtol=1e-6)
+            np.testing.assert_allclose(system.source_mean, x.mean(0), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(system.target_mean, y.mean(0), rtol=1e-6, atol=1e-6)
+            assert system.count == len(x)
+
+
+def test_each_group_of_inputs_has_its_own_length(store: Path) -> None:
+    models = Reader(Store.open(store)).models
+    assert input_set(models, "values", (1, 3)).groups == (12,)
+    assert input_set(models, "values", (1, 3), "full", "both").groups == (12, 12)
+    assert input_set(models, "values", (1, 3), "head", "both").groups == (6, 6)
+    assert input_set(models, "keys", (1,), "full", "both", n_lags=2).groups == (6, 6, 12, 12, 12, 12)
+    assert input_set(models, "keys", (1,), "full", "same", n_lags=1).n_inputs == 6 + 24
 
 
 @pytest.mark.parametrize(
@@ -67,25 +75,20 @@ def test_matched_heads_follow_from_the_counts(n_source: int, n_target: int, want
     assert [source_head(head, n_source, n_target) for head in range(n_target)] == wanted
 
 
-def least(problem: Problem) -> int:
-    return problem.least_bytes("float64")
+TARGETS = [("keys", 0), ("keys", 1), ("keys", 2)]
 
 
 @pytest.mark.parametrize("support", ["full", "head"])
 def test_any_budget_that_suffices_gives_the_same_solution(store: Path, support: Support) -> None:
-    found, read = [], []
+    found = []
     for extra in (0, 1000, 10**9):
-        opened = Store.open(store)
-        reader = Reader(opened)
-        problem = reader.problem("keys", range(4), range(3), support, "both")
-        reader.memory_budget = least(problem) + extra
-        for _ in range(2):
-            parts = list(solutions(reader, problem, 0.01))
-        found.append([part.weight(i) for part in parts for i in range(len(part.problem.target_layers))])
-        assert [t for part in parts for t in part.problem.target_layers] == [0, 1, 2]
+        reader = Reader(Store.open(store))
+        read = input_set(reader.models, "keys", range(4), support, "both")
+        reader.memory_budget = least_bytes(read, "float64") + extra
+        parts = list(solutions(reader, read, TARGETS, 0.01))
+        found.append([part.weight(i) for part in parts for i in range(len(part.targets))])
+        assert [target for part in parts for target in part.targets] == TARGETS
         assert len(parts) == (1 if extra == 10**9 else 3)
-        read.append(len(reader._kept))
-    assert read == [1, 1, 2]  # the holdout scatter is always held, both only where there is room
     for weights in found[:2]:
         for a, b in zip(weights, found[2], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
@@ -93,14 +96,14 @@ def test_any_budget_that_suffices_gives_the_same_solution(store: Path, support: 
 
 def test_too_small_a_budget_is_refused_with_the_number_that_is_needed(store: Path) -> None:
     reader = Reader(Store.open(store))
-    problem = reader.problem("keys", range(4), range(3))
-    # Factor and holdout scatter, five matrices of inputs by one layer's outputs, and the blocks on their way.
-    assert least(problem) == 2 * 8 * 24**2 + 5 * 8 * 24 * 12 + CACHE_BYTES + 6 * 8 * 12 * 6
-    reader.memory_budget = least(problem)
-    list(reader.batches(problem))
+    read = input_set(reader.models, "keys", range(4))
+    # The scatters of both splits and the factor, five matrices of inputs by one block's outputs, and the blocks being read.
+    assert least_bytes(read, "float64") == 3 * 8 * 24**2 + 5 * 8 * 24 * 12 + CACHE_BYTES + 6 * 8 * 12 * 6
+    reader.memory_budget = least_bytes(read, "float64")
+    reader.batches(read, TARGETS)
     reader.memory_budget -= 1
     with pytest.raises(SolveError, match=r"found 0.06 GiB, needed 0.06 GiB to factor 24 inputs \(4 source layers\): raise it"):
-        list(reader.batches(problem))
+        reader.batches(read, TARGETS)
 
 
 class Recorded(Store):
@@ -125,7 +128,7 @@ def test_each_needed_block_is_read_once_and_no_other(store: Path, support: Suppo
     assert isinstance(opened, Recorded)
     reader = Reader(opened)
     for penalty in (0.1, 0.01):
-        list(solutions(reader, reader.problem("keys", (1, 3), (2,), support), penalty))
+        list(solutions(reader, input_set(reader.models, "keys", (1, 3), support), [("keys", 2)], penalty))
     blocks = [(("keys", 1), ("keys", 1)), (("keys", 1), ("keys", 3)), (("keys", 3), ("keys", 3))]
     scatters = [asked for asked in opened.asked if len(asked) == 3]
     assert sorted(scatters) == sorted((split, a, b) for split in SPLITS for a, b in blocks)
@@ -154,7 +157,7 @@ def test_peak_memory_stays_within_the_budget(tmp_path: Path) -> None:
     pair = plant([(0,)] * 4, n_source_layers=8, source_heads=(4, 64), target_heads=(4, 64), n_tokens=(300, 100))
     store = pair.store(tmp_path / "s.zarr", inputs="same")
     reader = Reader(Store.open(store))
-    needed = reader.problem("keys", range(8), (0,)).least_bytes("float64")
+    needed = least_bytes(input_set(reader.models, "keys", range(8)), "float64")
 
     # The allocator gives large blocks back at once only above a threshold that it raises as it goes, to 64 MB.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}

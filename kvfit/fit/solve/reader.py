@@ -1,0 +1,145 @@
+"""From a store to `System`: reads the blocks of an input set and of some outputs, within a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import SolveError
+from kvfit.fit.solve.ridge import Precision
+from kvfit.fit.solve.system import InputSet, System
+from kvfit.fit.stats.layout import Block
+from kvfit.fit.stats.store import CACHE_BYTES, Split, Store
+from kvfit.spec import ModelSpec
+
+ITEM = 8  # bytes of a float64
+# Matrices of F x F in memory while a set is solved: the scatters of both splits and the factor. A float32 factor lies beside
+# the float64 matrix that refinement reads.
+SQUARES = {"float64": 3.0, "mixed": 3.5}
+# Matrices of F x G in memory while one batch of outputs is solved: cross scatter, weight, the scatter times the weight, and the
+# batch before with its gain folded in. A float32 factor refines with three more.
+WORK = {"float64": 5, "mixed": 8}
+
+
+class Reader:
+    """Reads systems from a store in float64, block by block.
+
+    The scatters (F x F) are the large part and serve every penalty and output, so those of the last input set are kept.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        device: torch.device | str = "cpu",
+        memory_budget: int = 4 << 30,
+        precision: Precision = "float64",
+    ) -> None:
+        self.store = store
+        self.device = torch.device(device)
+        self.memory_budget = memory_budget
+        self.precision: Precision = precision
+        self._kept_set: InputSet | None = None
+        self._kept: dict[Split, list[Tensor]] = {}
+
+    @property
+    def models(self) -> tuple[ModelSpec, ModelSpec]:
+        """Source and target."""
+        return self.store.source, self.store.target
+
+    def batches(self, inputs: InputSet, targets: Sequence[Block]) -> list[tuple[Block, ...]]:
+        """The target blocks cut into runs that can be solved at a time within the budget.
+
+        Raises:
+            SolveError: not even one fits; says what is needed.
+        """
+        check_budget(inputs, self.memory_budget, self.precision)
+        spare = self.memory_budget - least_bytes(inputs, self.precision)
+        n = 1 + spare // _block_bytes(inputs, self.precision)
+        return [tuple(targets[start : start + n]) for start in range(0, len(targets), n)]
+
+    def systems(self, inputs: InputSet, targets: Sequence[Block], split: Split) -> list[System]:
+        """One system per panel of the input set; outputs are block after block."""
+        store, panels = self.store, inputs.panels
+        scatters = self._scatters(inputs, split)
+        source_means = [store.source_mean(split, block) for block in inputs.blocks]
+        squares, means = ([read(split, block) for block in targets] for read in (store.target_scatter, store.target_mean))
+        found = []
+        for scatter, cross, (rows, columns) in zip(scatters, self._crosses(inputs, targets, split), panels, strict=True):
+            source_mean, square, mean = (
+                torch.cat([part[of] for part in parts]).to(self.device)
+                for parts, of in ((source_means, rows), (squares, columns), (means, columns))
+            )
+            found.append(System(store.count(split), scatter, cross, square, source_mean, mean))
+        return found
+
+    def _crosses(self, inputs: InputSet, targets: Sequence[Block], split: Split) -> list[Tensor]:
+        """The cross scatter (F, G) of each panel."""
+        panels = inputs.panels
+        depth = panels[0][1].stop - panels[0][1].start
+        # Column-major, which is what the triangular solves work on.
+        crosses = [torch.empty(len(targets) * depth, inputs.n_inputs, dtype=torch.float64, device=self.device) for _ in panels]
+        row = 0
+        for a in inputs.blocks:
+            stop = row + inputs.width(a)
+            for t, b in enumerate(targets):
+                block = self.store.cross_scatter(split, a, b).to(self.device)
+                for cross, (rows, columns) in zip(crosses, panels, strict=True):
+                    cross[t * depth : (t + 1) * depth, row:stop] = block[rows, columns].T
+            row = stop
+        return [cross.T for cross in crosses]
+
+    def _scatters(self, inputs: InputSet, split: Split) -> list[Tensor]:
+        """The source scatter (F, F) of each panel."""
+        if inputs != self._kept_set:
+            self._kept_set, self._kept = inputs, {}
+        if split not in self._kept:
+            self._kept[split] = self._read_scatters(inputs, split)
+        return self._kept[split]
+
+    def _read_scatters(self, inputs: InputSet, split: Split) -> list[Tensor]:
+        panels, f = inputs.panels, inputs.n_inputs
+        scatters = [torch.empty(f, f, dtype=torch.float64, device=self.device) for _ in panels]
+        row = 0
+        for i, a in enumerate(inputs.blocks):
+            below = column = row
+            row += inputs.width(a)
+            for b in inputs.blocks[i:]:
+                left, column = column, column + inputs.width(b)
+                block = self.store.source_scatter(split, a, b).to(self.device)
+                for scatter, (columns, _) in zip(scatters, panels, strict=True):
+                    part = block[columns, columns]
+                    scatter[below:row, left:column] = part
+                    if a != b:
+                        scatter[left:column, below:row] = part.T
+        return scatters
+
+
+def least_bytes(inputs: InputSet, precision: Precision) -> int:
+    """The memory that solving one output block on an input set needs: scatters, factor, work, and the blocks being read."""
+    squares = SQUARES[precision] * len(inputs.panels) * inputs.n_inputs**2 * ITEM
+    widest = max(inputs.source.width, inputs.target.width, *(inputs.width(block) for block in inputs.blocks))
+    blocks = 6 * widest * inputs.source.width * ITEM
+    return int(squares) + _block_bytes(inputs, precision) + CACHE_BYTES + blocks
+
+
+def _block_bytes(inputs: InputSet, precision: Precision) -> int:
+    """Bytes of work per output block that is solved at the same time."""
+    return WORK[precision] * inputs.n_inputs * inputs.target.width * ITEM
+
+
+def check_budget(inputs: InputSet, memory_budget: int, precision: Precision) -> None:
+    """Refuse an input set that cannot be solved within a memory budget.
+
+    Raises:
+        SolveError: says how much it needs.
+    """
+    least = least_bytes(inputs, precision)
+    if least > memory_budget:
+        raise SolveError(
+            f"--memory-budget: found {memory_budget / 2**30:.2f} GiB, needed {least / 2**30:.2f} GiB to factor"
+            f" {inputs.n_inputs} inputs ({len(inputs.source_layers)} source layers): raise it, use a smaller --top-k"
+            " or --support head"
+        )
