@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS_PER_SUM = 4096  # rows whose products are summed in float32 before they go into the float64 total
+ROWS_PER_PRODUCT = 128  # rows of one float32 product
+ROWS_PER_SUM = 4096  # rows whose products are added up in float32 before they go into the float64 total
+PRODUCT_COLUMNS = 2048  # columns of one float32 product on a processor
 
 
 @contextlib.contextmanager
@@ -87,7 +89,8 @@ def shift_of(rows: Tensor) -> Tensor:
 def sum_products(total: Tensor, left: Tensor, right: Tensor, *, scratch: Tensor | None = None) -> None:
     """``total[p] = left' @ right_p`` for P matrices side by side in `right`.
 
-    Float32 products of a few thousand rows at a time, added up in float64: 1e-6 of the norms of the two features, always.
+    Every element is within 1e-6 of the norms of its two features. Three levels keep it there on any processor: float32
+    products of `ROWS_PER_PRODUCT` rows, added in float32 up to `ROWS_PER_SUM` rows, added in float64 from there on.
 
     Args:
         total: (P, R, C) float64, overwritten.
@@ -98,26 +101,37 @@ def sum_products(total: Tensor, left: Tensor, right: Tensor, *, scratch: Tensor 
     n_pairs, n_rows, n_columns = total.shape
     if scratch is None:
         scratch = torch.empty(total.numel(), dtype=torch.float32, device=total.device)
-    product = scratch[: total.numel()].view(n_rows, n_pairs * n_columns)
-    narrow = min(left.shape[1], right.shape[1]) < 16
-    # A kernel that runs along all rows rounds once per row, and always the same way where values lie on a coarse grid, as
-    # float32 activations far from zero do. Kernels of processors sum in blocks, but for the narrowest matrices.
-    step = 128 if narrow else ROWS_PER_SUM if left.device.type == "cpu" else 256
-    for start in range(0, left.shape[0], ROWS_PER_SUM):
-        stop = min(start + ROWS_PER_SUM, left.shape[0])
-        torch.mm(left[start : min(start + step, stop)].T, right[start : min(start + step, stop)], out=product)
-        for more in range(start + step, stop, step):
-            rows, columns = left[more : min(more + step, stop)], right[more : min(more + step, stop)]
-            if narrow:
-                product += rows.T @ columns
-            else:
-                product.addmm_(rows.T, columns)
-        for pair in range(n_pairs):  # not all at once: five times slower, for the order in which memory is visited
-            part = product[:, pair * n_columns : (pair + 1) * n_columns]
-            if start == 0:
-                total[pair].copy_(part)
-            else:
-                total[pair].add_(part.to(torch.float64))
+    # A few matrices at a time, so that their float32 sums stay in a processor's cache from one product to the next.
+    at_once = max(1, PRODUCT_COLUMNS // n_columns) if left.device.type == "cpu" else n_pairs
+    for first in range(0, n_pairs, at_once):
+        last = min(first + at_once, n_pairs)
+        product = scratch[: n_rows * (last - first) * n_columns].view(n_rows, (last - first) * n_columns)
+        columns = right[:, first * n_columns : last * n_columns]
+        for start in range(0, left.shape[0], ROWS_PER_SUM):
+            _float32_products(product, left[start : start + ROWS_PER_SUM], columns[start : start + ROWS_PER_SUM])
+            for pair in range(first, last):  # one by one: all at once is five times slower, for the order of the memory
+                part = product[:, (pair - first) * n_columns : (pair - first + 1) * n_columns]
+                if start == 0:
+                    total[pair].copy_(part)
+                else:
+                    total[pair].add_(part)
+
+
+def _float32_products(product: Tensor, left: Tensor, right: Tensor) -> None:
+    """``product = left' @ right`` in float32, a few rows at a time.
+
+    A library may sum along all rows with one rounding per row, always the same way where values lie on a coarse grid, as
+    float32 activations far from zero and half-precision activations do. How far it does depends on the processor, so the
+    rows are cut here.
+    """
+    narrow = min(left.shape[1], right.shape[1]) < 16  # `addmm_` then adds row by row to the sum so far
+    torch.mm(left[:ROWS_PER_PRODUCT].T, right[:ROWS_PER_PRODUCT], out=product)
+    for start in range(ROWS_PER_PRODUCT, left.shape[0], ROWS_PER_PRODUCT):
+        rows, columns = left[start : start + ROWS_PER_PRODUCT], right[start : start + ROWS_PER_PRODUCT]
+        if narrow:
+            product += rows.T @ columns
+        else:
+            product.addmm_(rows.T, columns)
 
 
 def sums(rows: Tensor) -> Tensor:
