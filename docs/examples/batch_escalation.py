@@ -6,7 +6,8 @@ python docs/examples/batch_escalation.py [BUNDLE]
 from demo_pair import confidence, load, prompts
 
 from kvfit import handoff
-from kvfit.model.cache import forward, full_cache, generate
+from kvfit.model.cache import forward, full_cache
+from kvfit.model.generate import generate
 
 SHARE = 0.5  # of the batch that the large model can take
 N_TOKENS = 16

@@ -7,7 +7,8 @@ import torch
 from demo_pair import confidence, load, prompts
 
 from kvfit import handoff
-from kvfit.model.cache import forward, full_cache, generate
+from kvfit.model.cache import forward, full_cache
+from kvfit.model.generate import generate
 
 SURE = 0.25  # take this from your own traffic: the threshold decides which share is escalated
 N_TOKENS = 16

@@ -9,7 +9,8 @@ import torch
 from demo_pair import load, prompts
 
 from kvfit import handoff
-from kvfit.model.cache import forward, full_cache, generate
+from kvfit.model.cache import forward, full_cache
+from kvfit.model.generate import generate
 
 HARD = 4.0  # nats per token that the small model needs for the prompt; take the threshold from your own traffic
 N_TOKENS = 16

@@ -7,7 +7,8 @@ import torch
 from demo_pair import load, prompts
 
 from kvfit import handoff
-from kvfit.model.cache import forward, full_cache, generate
+from kvfit.model.cache import forward, full_cache
+from kvfit.model.generate import generate
 
 N_TOKENS = 16
 

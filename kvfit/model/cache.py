@@ -27,7 +27,6 @@ __all__ = [
     "first_nonfinite",
     "forward",
     "full_cache",
-    "generate",
     "layer_devices",
     "layer_windows",
     "new_cache",
@@ -410,39 +409,3 @@ def base_model(model: Any) -> Any:
         if base is not None and base is not inner and "logits_to_keep" not in inspect.signature(base.forward).parameters:
             return base
     raise UnsupportedModelError(f"{family(model)}: found no base model without a language-model head")
-
-
-def generate(model: Any, input_ids: Tensor, cache: Any, **kwargs: Any) -> Any:
-    """`model.generate` on top of a cache that holds the first tokens of `input_ids`.
-
-    Args:
-        model: a causal language model.
-        input_ids: (B, S) the whole prompt, cached tokens included.
-        cache: a cache of at most S - 1 tokens; changed in place.
-        **kwargs: for `generate`; `attention_mask` is (B, S), all ones when it is not given.
-
-    Returns:
-        What `generate` returns: the prompt and the new tokens.
-
-    Raises:
-        MismatchError: the cache holds the whole prompt or more (`generate` would feed the prompt again, without an error),
-            or is another model's, by layers, heads or head size; `input_ids` is no (B, S) tensor, or the mask not as long.
-    """
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise MismatchError(f"input_ids: found {found}, needed a tensor (B, S), the whole prompt")
-    check_cache(model, cache)
-    held, length = cache_length(cache), input_ids.shape[1]
-    if held >= length:
-        raise MismatchError(
-            f"cache: found {held} tokens for a prompt of {length}, needed at least one prompt token outside the cache: "
-            f"crop it to {length - 1}"
-        )
-    mask = kwargs.pop("attention_mask", None)
-    if mask is None:
-        mask = torch.ones_like(input_ids)
-    if mask.shape != input_ids.shape:
-        raise MismatchError(
-            f"attention_mask: found shape {tuple(mask.shape)}, needed {tuple(input_ids.shape)}: the whole prompt"
-        )
-    return model.generate(input_ids, attention_mask=mask, **{cache_argument(model): cache}, **kwargs)

@@ -380,24 +380,6 @@ def test_a_model_that_is_only_its_head_has_no_base(qwen3: Any) -> None:
         caches.forward(Alone(), prompt(3), caches.full_cache(), base=True)
 
 
-def test_generate_refuses_a_cache_of_the_whole_prompt(qwen3: Any) -> None:
-    """transformers would feed the prompt a second time, without an error."""
-    ids = prompt(12)
-    cache = filled(qwen3, full(qwen3, ids))
-    with pytest.raises(MismatchError, match="found 12 tokens for a prompt of 12, needed at least one prompt token outside"):
-        caches.generate(qwen3, ids, cache, max_new_tokens=4)
-    with pytest.raises(MismatchError, match="attention_mask"):
-        caches.generate(qwen3, ids, filled(qwen3, full(qwen3, ids), 8), attention_mask=torch.ones(1, 4), max_new_tokens=4)
-
-
-@pytest.mark.parametrize("held", [1, 5, 11])
-def test_generate_on_a_part_of_the_prompt_is_plain_generate(qwen3: Any, held: int) -> None:
-    ids = prompt(12, batch=2)
-    wanted = qwen3.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    found = caches.generate(qwen3, ids, filled(qwen3, full(qwen3, ids), held), max_new_tokens=20, do_sample=False)
-    assert torch.equal(found, wanted)
-
-
 def test_layer_devices(qwen3: Any) -> None:
     assert caches.layer_devices(qwen3, 3) == [torch.device("cpu")] * 3
     meta = build(BY_NAME["qwen3"])

@@ -13,6 +13,7 @@ from kvfit.fit.capture.activations import Activations
 from kvfit.fit.solve.solve import Options, solve
 from kvfit.fit.stats.store import Accumulator
 from kvfit.model import cache as caches
+from kvfit.model.generate import generate
 from kvfit.model.identity import describe_model
 from kvfit.runtime.mapper import Mapper
 
@@ -45,7 +46,7 @@ def test_64_greedy_steps_through_a_fitted_map(family: Family) -> None:
         mapper = fitted_on_itself(model, folder)
     assert min(layer.r2_holdout for layer in mapper.spec.layers) > 1 - 1e-6
     mapped = mapper.transfer(source, target_model=model)
-    assert torch.equal(caches.generate(model, ids, mapped, **options), wanted)
+    assert torch.equal(generate(model, ids, mapped, **options), wanted)
 
 
 def test_a_large_penalty_would_be_seen() -> None:
@@ -59,4 +60,4 @@ def test_a_large_penalty_would_be_seen() -> None:
     with scratch() as folder:
         mapper = fitted_on_itself(model, folder, penalty=1.0)
     mapped = mapper.transfer(source, target_model=model)
-    assert not torch.equal(caches.generate(model, ids, mapped, **options), wanted)
+    assert not torch.equal(generate(model, ids, mapped, **options), wanted)

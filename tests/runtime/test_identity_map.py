@@ -8,6 +8,7 @@ from torch import Tensor
 from zoo import FAMILIES, UNLISTED, VOCABULARY, Family, Tokenizer, build
 
 from kvfit.model import cache as caches
+from kvfit.model.generate import generate
 from kvfit.model.identity import describe_model
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import FORMAT_VERSION, KINDS, LayerMap, MapperSpec, ModelSpec
@@ -40,7 +41,7 @@ def test_64_greedy_steps_are_those_of_plain_prefill(family: Family) -> None:
     caches.forward(model, ids[:, :-1], source, base=True)
     mapped = identity_mapper(model).transfer(source, into=caches.new_cache(model))
     assert caches.cache_length(mapped) == PROMPT - 1
-    found = caches.generate(model, ids, mapped, **options)
+    found = generate(model, ids, mapped, **options)
     assert wanted.shape == (2, PROMPT + STEPS)
     assert torch.equal(found, wanted)
     VARIED.append(len(wanted[:, PROMPT:].unique()) > 2)
@@ -60,4 +61,4 @@ def test_the_test_can_fail() -> None:
     caches.forward(model, ids[:, :-1], source, base=True)
     shifted = [(keys.roll(1, 2), values) for keys, values in caches.read_cache(source)]
     mapped = identity_mapper(model).transfer(shifted, into=caches.new_cache(model))
-    assert not torch.equal(caches.generate(model, ids, mapped, max_new_tokens=STEPS, do_sample=False), wanted)
+    assert not torch.equal(generate(model, ids, mapped, max_new_tokens=STEPS, do_sample=False), wanted)

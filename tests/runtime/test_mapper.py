@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
+from kvfit.model.generate import generate
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import KINDS
 
@@ -233,11 +234,11 @@ def test_the_exact_map_continues_like_prefill(target):
     options = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     wanted = target.generate(ids, **options)
     moved = mapper.transfer(prefilled(target, ids[:, :-1]), target_model=target)
-    assert torch.equal(caches.generate(target, ids, moved, **options), wanted)
+    assert torch.equal(generate(target, ids, moved, **options), wanted)
     # The control: a map that is not exact is noticed.
     wrong = Mapper(mapper.spec, {key: (-weight, bias) for key, (weight, bias) in mapper._weights.items()})
     moved = wrong.transfer(prefilled(target, ids[:, :-1]), target_model=target)
-    assert not torch.equal(caches.generate(target, ids, moved, **options), wanted)
+    assert not torch.equal(generate(target, ids, moved, **options), wanted)
 
 
 def test_left_padded_batches(target):

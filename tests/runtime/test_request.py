@@ -8,6 +8,7 @@ from made_mappers import identity_mapper, mapper_spec, prefilled, random_mapper,
 from kvfit import handoff
 from kvfit.errors import KvfitError, MismatchError
 from kvfit.model import cache as caches
+from kvfit.model.generate import generate
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_generate_refuses_another_models_cache(pair):
     for model, other in ((source, target), (target, source)):  # 3 and 4 layers of the same heads: transformers says nothing
         n_found, n_needed = (one.config.num_hidden_layers for one in (other, model))
         with pytest.raises(MismatchError, match=f"cache: found {n_found} layers, needed {n_needed} as qwen3 has"):
-            caches.generate(model, IDS, prefilled(other, IDS[:, :5]), max_new_tokens=2)
+            generate(model, IDS, prefilled(other, IDS[:, :5]), max_new_tokens=2)
     own = caches.read_cache(prefilled(target, IDS[:, :5]))
     for halves, found in (
         ([(keys[:, :1], values[:, :1]) for keys, values in own], r"\(1, 16\)"),
@@ -168,12 +169,12 @@ def test_generate_refuses_another_models_cache(pair):
         for layer_index, (keys, values) in enumerate(halves):
             caches.append(wrong, layer_index, keys, values)
         with pytest.raises(MismatchError, match=rf"cache, layer 0: found heads and head size {found}, needed \(2, 16\)"):
-            caches.generate(target, IDS, wrong, max_new_tokens=2)
+            generate(target, IDS, wrong, max_new_tokens=2)
     with pytest.raises(MismatchError, match="cache: found list, needed a transformers Cache"):
-        caches.generate(target, IDS, own, max_new_tokens=2)
+        generate(target, IDS, own, max_new_tokens=2)
     with pytest.raises(MismatchError, match="input_ids: found list, needed a tensor"):
-        caches.generate(target, IDS.tolist(), prefilled(target, IDS[:, :5]), max_new_tokens=2)
-    assert caches.generate(target, IDS, caches.full_cache(), max_new_tokens=2, eos_token_id=None).shape == (2, 14)
+        generate(target, IDS.tolist(), prefilled(target, IDS[:, :5]), max_new_tokens=2)
+    assert generate(target, IDS, caches.full_cache(), max_new_tokens=2, eos_token_id=None).shape == (2, 14)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "gemma3n", "gemma4", "gemma4-unshared"])
@@ -191,7 +192,7 @@ def test_generate_knows_a_models_own_cache_whatever_its_layers_are(name):
     for cache in (caches.full_cache(), caches.new_cache(model)):
         with torch.no_grad():
             model(input_ids=ids[:, :5], use_cache=True, **{caches.cache_argument(model): cache})
-        found = caches.generate(model, ids, cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        found = generate(model, ids, cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
         assert torch.equal(found, wanted)
 
 

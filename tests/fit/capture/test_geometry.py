@@ -26,6 +26,7 @@ from kvfit.fit.capture.text import TextOptions, sequences
 from kvfit.fit.solve.solve import Options, solve
 from kvfit.fit.solve.system import source_head
 from kvfit.model import cache as caches
+from kvfit.model.generate import generate
 
 TEXT = TextOptions("demo:text")
 CAPTURE = CaptureOptions(num_sequences=48, seq_len=64, token_stride=1, holdout=0.25, stats_dtype="float64")
@@ -231,7 +232,7 @@ def test_from_text_to_tokens(pair: Fitted, support: Any, tmp_path: Path) -> None
     assert all(off(mine, theirs.double()) < 2e-3 for one, two in pairs for mine, theirs in zip(one, two, strict=True))
 
     # What the target says: generate against a loop of its own, on the two caches.
-    answer = caches.generate(target, ids, handed.cache, max_new_tokens=12, do_sample=False)[:, 41:]
+    answer = generate(target, ids, handed.cache, max_new_tokens=12, do_sample=False)[:, 41:]
     said, last = [], ids[:, -1:]
     for _ in range(12):
         last = caches.forward(target, last, cache)[:, -1].argmax(-1, keepdim=True)

@@ -1,0 +1,159 @@
+"""Generation on top of a cache that already holds the beginning of the prompt, alike on every version of transformers.
+
+`generate` of transformers was made for a cache that it builds itself. Given one from elsewhere, it goes wrong without an error
+where a setting says otherwise (``use_cache: false``), where a mode of decoding forgets that part of the prompt is cached
+(assisted decoding), and where the batch grows after the cache was filled (beams, several sequences). This module settles all of
+that, and checks before each pass that cached and new tokens are exactly the tokens of the mask.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.model.cache import cache_argument, cache_length, check_cache
+from kvfit.model.decoder import family, unwrapped
+
+_FOREIGN = ("cache", "past_key_values", "cache_implementation", "cache_config")
+_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+
+
+def generate(model: Any, input_ids: Tensor, cache: Any, /, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    """Continue a prompt whose first tokens are cached: what ``model.generate`` gives for the whole prompt, token for token.
+
+    Works for greedy search, sampling, beams, several sequences per prompt, logits processors such as a repetition penalty, and
+    assisted decoding. The cache is always used, whatever the model's configurations say.
+
+    Args:
+        model: a causal language model.
+        input_ids: (B, S), the whole prompt, cached tokens included.
+        cache: a transformers cache of at most S - 1 tokens. It grows in place; with n beams or sequences per prompt its batch
+            also becomes n times as large.
+        attention_mask: (B, S), 0 on the padding of a left-padded batch; all ones when not given.
+        **kwargs: for ``model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ``generation_config``, ...
+
+    Returns:
+        What ``model.generate`` returns: prompt and new tokens, (B * sequences, S + new), or its output object.
+
+    Raises:
+        MismatchError: the cache is another model's or holds the whole prompt; shapes do not agree; or an argument asks for
+            another cache. Nothing has changed then.
+        UnsupportedModelError: the model does not generate.
+    """
+    model = unwrapped(model)
+    _check(model, input_ids, cache, kwargs)
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise MismatchError(
+            f"attention_mask: found shape {tuple(attention_mask.shape)}, needed {tuple(input_ids.shape)}: the whole prompt"
+        )
+    settings = _forced_settings(model, kwargs)
+    copies = max(int(_of(model, kwargs, name) or 1) for name in ("num_beams", "num_return_sequences"))
+    compiled = bool(getattr(cache, "is_compileable", False))
+    if compiled and (copies > 1 or any(_of(model, kwargs, name) for name in _ASSISTED)):
+        raise MismatchError(
+            "cache: found a static cache, needed a dynamic one for beams, several sequences or assisted decoding: use "
+            "kvfit.model.cache.new_cache(model)"
+        )
+    if copies > 1:
+        cache.batch_repeat_interleave(copies)
+    # Compiled passes belong to the model object itself, which would compile anew for every copy.
+    runner = model if compiled else _checked(model, cache, chunked=_of(model, kwargs, "prefill_chunk_size") is not None)
+    return runner.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache}, **settings)
+
+
+def _check(model: Any, input_ids: Any, cache: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse what cannot be continued, before anything changes."""
+    if not callable(getattr(model, "generate", None)):
+        raise UnsupportedModelError(f"{family(model)}: found no generate, needed a causal language model with its head")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise MismatchError(f"input_ids: found {found}, needed a tensor (B, S), the whole prompt")
+    given = kwargs.get("generation_config")
+    for name in _FOREIGN:
+        if kwargs.get(name) is not None or (given is not None and getattr(given, name, None) is not None):
+            raise MismatchError(f"{name}: found a value, needed none, because generation continues on the given cache: drop it")
+    if kwargs.get("use_cache") is False:
+        raise MismatchError("use_cache: found False, needed True, because generation continues on the given cache: drop it")
+    if kwargs.get("inputs_embeds") is not None:
+        raise MismatchError("inputs_embeds: found a tensor, needed input_ids, the whole prompt: drop inputs_embeds")
+    check_cache(model, cache)
+    held, length = cache_length(cache), input_ids.shape[1]
+    if held >= length:
+        raise MismatchError(
+            f"cache: found {held} tokens for a prompt of {length}, needed at least one prompt token outside the cache: "
+            f"crop it to {length - 1}"
+        )
+    states = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4]
+    if held and states and states[0].shape[0] != input_ids.shape[0]:
+        raise MismatchError(f"cache: found {states[0].shape[0]} sequences, needed {input_ids.shape[0]} as input_ids has")
+
+
+def _forced_settings(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The caller's settings, with the cache on and no cache of another kind, whatever the model's own configuration says."""
+    settings: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in _FOREIGN}
+    settings["use_cache"] = True
+    if getattr(model.generation_config, "cache_implementation", None) is not None:
+        settings["cache_implementation"] = None
+    return settings
+
+
+def _of(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """A setting as `generate` will find it: the argument, else the configuration given, else the model's own."""
+    if kwargs.get(name) is not None:
+        return kwargs[name]
+    own, given = getattr(model.generation_config, name, None), kwargs.get("generation_config")
+    if given is None:
+        return own
+    default = getattr(type(given)(), name, None)  # None since version 5, a number before
+    value = getattr(given, name, default)
+    return own if value == default else value
+
+
+def _checked(model: Any, cache: Any, *, chunked: bool) -> Any:
+    """A second handle on the model whose passes get exactly the tokens that the cache lacks.
+
+    A shallow copy shares every layer and weight, so the model itself stays as it is, for other threads too.
+    """
+    runner = copy.copy(model)
+    argument = cache_argument(model)
+
+    @functools.wraps(model.prepare_inputs_for_generation)
+    def prepare(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        inputs = type(model).prepare_inputs_for_generation(runner, input_ids, *args, **kwargs)
+        mask = kwargs.get("attention_mask")  # newer versions drop a mask of ones
+        if inputs.get(argument) is cache and not (chunked and mask is None):
+            _keep_new_tokens(inputs, cache_length(cache), (input_ids if mask is None else mask).shape[1])
+        return inputs
+
+    runner.prepare_inputs_for_generation = prepare
+    return runner
+
+
+def _keep_new_tokens(inputs: dict[str, Any], held: int, total: int) -> None:
+    """Cut the inputs of one pass down to the tokens that are not cached.
+
+    Args:
+        inputs: arguments of `forward`; changed.
+        held: tokens in the cache.
+        total: tokens of the mask, cached and new.
+
+    Raises:
+        MismatchError: the cache and the tokens to run do not add up to the mask, so the pass would be silently wrong.
+    """
+    found, needed = inputs["input_ids"].shape[1], total - held
+    if found < needed or needed < 1:
+        raise MismatchError(
+            f"cache: found {held} tokens before a pass over {found}, needed {total} together: an earlier pass did not cache "
+            "its tokens (gradient checkpointing in a model that trains?), or prefill_chunk_size is at most the cached length"
+        )
+    if found > needed:
+        for name in ("input_ids", "position_ids", "token_type_ids", "mm_token_type_ids", "cache_position"):
+            if isinstance(inputs.get(name), Tensor):
+                inputs[name] = inputs[name][..., -needed:]
