@@ -23,6 +23,7 @@ RANKS = (
     ("demo", "model", "bundle"),
     ("runtime",),
     ("hub",),
+    ("fit.progress",),
     ("fit.stats", "fit.plots"),
     ("fit.capture",),
     ("fit.solve",),
