@@ -250,11 +250,21 @@ def test_errors_page_names_the_builtins() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(DOCS).as_posix())
-def test_a_page_opens_with_what_to_do_if_unsure(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    opening = re.split(r"^## ", text, maxsplit=1, flags=re.MULTILINE)[0]
-    assert re.search(r"^# \S", opening, re.MULTILINE)
-    assert "If you are unsure" in opening
+def test_a_page_opens_with_what_it_is_for(page: Path) -> None:
+    """A title, then a sentence in plain text, before any table, list, picture or further heading."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).strip()
+    title, opening = text.split("\n", 1)
+    assert re.match(r"# \S", title)
+    first = opening.strip().split("\n\n", 1)[0]
+    assert re.match(r"[A-Z`\[*]", first)
+    assert len(first.split()) >= 8
+
+
+def test_the_map_of_contributing_names_files_that_exist() -> None:
+    table = (DOCS / "contributing.md").read_text(encoding="utf-8").split("## What a change must pass")[0]
+    named = re.findall(r"`((?:kvfit|tests|docs|scripts)/[\w./-]+)`", table)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
