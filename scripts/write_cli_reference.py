@@ -19,12 +19,12 @@ from kvfit.cli.main import cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
 
-HEAD = """<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli.py or kvfit/arguments.py, then run that script. -->
+HEAD = """<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli/main.py or arguments.py, then run that script. -->
 
 # Command line
 
-If you are unsure which command you need, run `kvfit demo`: it does the whole job on a built-in pair and prints where
-it put things.
+This page lists every command and option. To see the whole job on a built-in pair, run `kvfit demo`. To fit a pair of
+your own, run `kvfit fit SOURCE TARGET`.
 
 The usual order is `capture`, `solve`, `evaluate`, `push`. What a command acts on comes first; where the result goes
 is `--out` or `--to`. Wherever a model is asked for, give a folder, `org/name` or `org/name@revision` on the Hub, or

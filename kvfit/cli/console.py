@@ -6,6 +6,7 @@ Exit 0; 1 an error; 2 usage; 3 refused by a gate; 130 interrupted.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from typing import Any, NoReturn
@@ -21,8 +22,33 @@ EXTRAS = {
 }
 
 
+LOGGER = logging.getLogger("kvfit")
+# Verbs that answer at once have nothing to be quiet about.
+SHORT = ("env", "list")
+
+
+class _ToStderr(logging.Handler):
+    """Log lines on stderr as it is now: tests and redirections replace it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)
+
+
+def _quieten(context: click.Context, _option: click.Parameter, quiet: bool) -> None:
+    if quiet and not context.resilient_parsing:
+        LOGGER.setLevel(logging.WARNING)
+        os.environ["TQDM_DISABLE"] = "1"
+
+
 class Verb(click.Command):
-    """A command whose options' own checks count as usage, too."""
+    """A command whose options' own checks count as usage, too, and which can be told to be quiet."""
+
+    def __init__(self, name: str | None, *arguments: Any, **values: Any) -> None:
+        super().__init__(name, *arguments, **values)
+        if name not in SHORT:
+            option = ["--quiet"]
+            about = "No progress: neither bars nor lines."
+            self.params.append(click.Option(option, is_flag=True, expose_value=False, callback=_quieten, help=about))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""
@@ -33,9 +59,16 @@ class Verb(click.Command):
 
 
 class Verbs(click.Group):
-    """All of them."""
+    """All of them. Their list shows the first sentence of each, whole."""
 
     command_class = Verb
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of verbs."""
+        found = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in found if not command.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 def say(result: Any, as_json: bool) -> None:
@@ -54,6 +87,7 @@ def say_text(text: str) -> None:
 def run(command: click.Command) -> None:
     """Run a command line; what goes wrong is one line on stderr and an exit code."""
     _fill_streams()
+    _log()
     if not sys.stderr.isatty():
         # Bars are for people. tqdm reads this when it is first imported, also for the bars of the libraries that use it.
         os.environ.setdefault("TQDM_DISABLE", "1")
@@ -75,6 +109,15 @@ def run(command: click.Command) -> None:
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
         _stop(f"{error.filename}: {reason}" if isinstance(error.filename, str | os.PathLike) else reason, 1)
+
+
+def _log() -> None:
+    """Show what kvfit logs: progress where no terminal shows bars, and warnings."""
+    if not any(isinstance(handler, _ToStderr) for handler in LOGGER.handlers):
+        handler = _ToStderr()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
 
 
 def _missing(error: ModuleNotFoundError) -> str:

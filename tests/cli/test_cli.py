@@ -12,6 +12,8 @@ from planted import plant
 
 from kvfit.cli import arguments
 from kvfit.cli import main as cli
+from kvfit.errors import StoreError
+from kvfit.fit.progress import Progress
 from kvfit.hub.load import load_mapper
 
 
@@ -232,3 +234,25 @@ def test_an_unexpected_error_is_not_hidden(run, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("kvfit.fit.solve.solve.solve", lambda *_a, **_k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("solve", tmp_path, "--out", tmp_path / "b")
+
+
+def test_the_list_of_verbs_cuts_no_sentence(run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert "..." not in out
+    assert "the whole job" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_log_lines_go_to_stderr_unless_quiet(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    def working(*_: object, **__: object) -> object:
+        with Progress("merge", total=2, unit="stores") as shown:
+            shown.advance(2)
+            shown.finish("out", then="kvfit solve out")
+        raise StoreError("found nothing more to do")
+
+    monkeypatch.setattr("kvfit.fit.stats.merge.merge", working)
+    code, out, err = run("merge", tmp_path, "--out", tmp_path / "x", *(["--quiet"] if quiet else []))
+    assert (code, out) == (1, "")
+    assert ("next: kvfit solve out" in err) is not quiet
+    assert err.splitlines()[-1] == "kvfit: found nothing more to do"
