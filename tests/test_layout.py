@@ -29,6 +29,7 @@ RANKS = (
     ("fit.solve",),
     ("fit.evaluate", "fit.plan"),
     ("interop",),
+    ("vllm",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,66 @@
+"""Under which address a block of keys and values lies in a store.
+
+A block's address is a digest of everything that its keys and values depend on: the source model, and the ids of its own
+tokens and of all tokens before them. The salt is in it too, so that engines or tenants with different salts share nothing.
+Each block's digest is made from the one before it, so prompts that begin alike share the addresses of what they share:
+
+    root = H(source model, block length, salt)        block i = H(block i - 1, ids of block i)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_VERSION = "kvfit-kv-1"
+
+
+def source_identity(config_digest: str, weight_fingerprint: str, quantisation: str | None) -> str:
+    """Digest of what makes the source's keys and values what they are, from the fields of its `kvfit.spec.ModelSpec`."""
+    return hashlib.sha256(repr((config_digest, weight_fingerprint, quantisation)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class AddressBook:
+    """Addresses of one source model's blocks.
+
+    Attributes:
+        identity: of the source model, from `source_identity`.
+        block_tokens: tokens of a stored block.
+        salt: of the deployment; engines that are to share a store need the same.
+    """
+
+    identity: str
+    block_tokens: int
+    salt: str
+
+    def marker(self) -> str:
+        """Where a source engine leaves word that it uses this store: tells another source from a prompt not yet read."""
+        return self._root("marker", "").hex()
+
+    def blocks(self, token_ids: Sequence[int], tenant: str = "") -> list[str]:
+        """The address of every whole block of a prompt.
+
+        Args:
+            token_ids: the prompt.
+            tenant: the request's own salt.
+        """
+        digest = self._root("blocks", tenant)
+        found = []
+        for start in range(0, len(token_ids) - self.block_tokens + 1, self.block_tokens):
+            digest = _chained(digest, token_ids[start : start + self.block_tokens])
+            found.append(digest.hex())
+        return found
+
+    def guide(self, token_ids: Sequence[int], tenant: str = "") -> str:
+        """The address of where the source looks after this very prompt; it depends on every one of its tokens."""
+        return _chained(self._root("guide", tenant), token_ids).hex()
+
+    def _root(self, purpose: str, tenant: str) -> bytes:
+        return hashlib.sha256(repr((_VERSION, purpose, self.identity, self.block_tokens, self.salt, tenant)).encode()).digest()
+
+
+def _chained(digest: bytes, token_ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(digest + array("q", token_ids).tobytes()).digest()

@@ -1,0 +1,75 @@
+"""Which model an engine runs, found from its checkpoint: an engine fuses and packs the weights that it loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvfit.errors import MismatchError
+from kvfit.model.identity import check_model, config_digest, quantisation, weight_fingerprint
+from kvfit.spec import ModelSpec
+from kvfit.vllm.addresses import source_identity
+
+_ADVICE = "needed the checkpoint that the mapper was fitted on, without quantisation by the engine"
+
+
+def load_checkpoint(ref: str, revision: str | None, *, weights: bool, trust_remote_code: bool) -> Any:
+    """A checkpoint as a transformers model on the CPU, in the dtype it is stored in.
+
+    Args:
+        ref: folder or name, as the engine was given it.
+        revision: as the engine was given it.
+        weights: False for the configuration alone, in a model without content.
+        trust_remote_code: as the engine was given it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if not weights:
+        config = AutoConfig.from_pretrained(ref, **options)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return AutoModelForCausalLM.from_pretrained(ref, dtype="auto", **options).eval()
+
+
+def check_engine(spec: ModelSpec, model_config: Any, *, weights: bool) -> None:
+    """Refuse an engine that does not run the model of a spec.
+
+    Args:
+        spec: the target's, as recorded when the map was fitted.
+        model_config: vLLM's ``ModelConfig``.
+        weights: whether to compare the weights too.
+
+    Raises:
+        MismatchError: names the field that differs.
+    """
+    found = getattr(model_config, "quantization", None)
+    if found != spec.quantisation:
+        raise MismatchError(f"engine: found quantization {found}, needed {spec.quantisation} as {spec.ref} had: {_ADVICE}")
+    model = load_checkpoint(
+        model_config.model, model_config.revision, weights=weights, trust_remote_code=model_config.trust_remote_code
+    )
+    if weights:
+        check_model(spec, model)
+        return
+    digest = config_digest(model.config)
+    if digest != spec.config_digest:
+        raise MismatchError(
+            f"engine: found another configuration ({digest[:12]}), needed that of {spec.ref} ({spec.config_digest[:12]})"
+        )
+
+
+def engine_identity(model_config: Any) -> str:
+    """The source identity of the model that an engine runs; equal to that of the spec which was recorded of it.
+
+    Raises:
+        MismatchError: the engine quantises its weights, so that they are not those of the checkpoint.
+    """
+    model = load_checkpoint(
+        model_config.model, model_config.revision, weights=True, trust_remote_code=model_config.trust_remote_code
+    )
+    found, stored = getattr(model_config, "quantization", None), quantisation(model.config)
+    if found != stored:
+        raise MismatchError(f"engine: found quantization {found} of a checkpoint with {stored}, {_ADVICE}")
+    return source_identity(config_digest(model.config), weight_fingerprint(model), stored)

@@ -1,0 +1,210 @@
+"""`KvfitConnector`: what vLLM loads, and how its calls reach the two halves.
+
+vLLM makes one connector beside the scheduler and one in every worker. The scheduler's decides from token ids alone; what it
+decides travels to the worker with each step; what became of it travels back with the step's result.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from kvfit.hub.load import load_mapper
+from kvfit.vllm.addresses import AddressBook, source_identity
+from kvfit.vllm.checkpoint import check_engine, engine_identity
+from kvfit.vllm.engine import Engine
+from kvfit.vllm.loading import Loader
+from kvfit.vllm.metrics import KvfitPromMetrics, KvfitStats
+from kvfit.vllm.options import connector_options
+from kvfit.vllm.plans import Load, LoadPlanner, Save
+from kvfit.vllm.requirements import check_configuration
+from kvfit.vllm.saving import Saver
+from kvfit.vllm.scheduling import LoadScheduling, SaveScheduling
+from kvfit.vllm.store import open_store
+
+_log = logging.getLogger("kvfit")
+
+
+@dataclass
+class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+    """What a step has to load and to save."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    identity: str = ""
+
+
+@dataclass
+class StepResult(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Requests whose load failed, with the reason."""
+
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResult:
+        """Failures of two workers."""
+        assert isinstance(other, StepResult)
+        return StepResult({**self.failures, **other.failures})
+
+
+class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Lets a target engine start from what a source engine has read; see docs/guides/vllm.md."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Check the engine and open mapper and store.
+
+        Raises:
+            OptionError: the configuration names an unknown option or an impossible value.
+            UnsupportedModelError: the engine is set up in a way that cannot be proved right; says what to change.
+            MismatchError: the engine does not run the mapper's target.
+            GateError: the mapper's verdict is ``fail``.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        options = self._options = connector_options(transfer.kv_connector_extra_config)
+        check_configuration(vllm_config, kv_cache_config, options)
+        # A miss is never an error here: blocks that could not be loaded are computed by the engine.
+        transfer.kv_load_failure_policy = "recompute"
+        self._store = open_store(options.store, options.max_store_bytes, transfer.kv_connector_extra_config)
+        self._mapper = None
+        if options.mapper is not None:
+            self._mapper = load_mapper(options.mapper, require=options.require)
+        self._scheduling: LoadScheduling | SaveScheduling | None = None
+        self._worker: Loader | Saver | None = None
+        self._failures: dict[str, str] = {}
+        self._invalid_blocks: set[int] = set()
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduling = self._make_scheduling(vllm_config, kv_cache_config)
+
+    def _make_scheduling(self, vllm_config: Any, kv_cache_config: Any) -> LoadScheduling | SaveScheduling:
+        options = self._options
+        block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        if options.role == "target":
+            mapper = self._mapper
+            assert mapper is not None
+            check_engine(mapper.spec.target, vllm_config.model_config, weights=options.check_weights)
+            book = AddressBook(self._source_identity(), options.block_tokens, options.salt)
+            return LoadScheduling(LoadPlanner(book, self._store, options, block, mapper.judged_recompute))
+        self._identity = engine_identity(vllm_config.model_config)
+        book = AddressBook(self._identity, options.block_tokens, options.salt)
+        self._marker = book.marker()
+        return SaveScheduling(book, self._store, block, options.guide)
+
+    def _source_identity(self) -> str:
+        assert self._mapper is not None
+        spec = self._mapper.spec.source
+        return source_identity(spec.config_digest, spec.weight_fingerprint, spec.quantisation)
+
+    # The scheduler's calls.
+
+    def on_new_request(self, request: Any) -> None:
+        """A request has arrived."""
+        if isinstance(self._scheduling, SaveScheduling):
+            self._scheduling.begin(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that this step can load, before its forward pass."""
+        if isinstance(self._scheduling, LoadScheduling):
+            return self._scheduling.matched(request, num_computed_tokens), False
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The blocks that a load goes to."""
+        if isinstance(self._scheduling, LoadScheduling):
+            self._scheduling.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
+        """What the worker has to do in this step."""
+        if isinstance(self._scheduling, LoadScheduling):
+            return StepPlan(loads=self._scheduling.take_due())
+        assert self._scheduling is not None
+        saves = self._scheduling.take_due(scheduler_output)
+        if saves and not self._store.has(self._marker):
+            self._store.put(self._marker, b"")
+        return StepPlan(saves=saves, identity=self._identity)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What became of a step's loads."""
+        result = connector_output.kv_connector_worker_meta
+        if isinstance(result, StepResult) and isinstance(self._scheduling, LoadScheduling):
+            self._scheduling.failed(result.failures)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """What the client is told in ``kv_transfer_params``; the blocks can be freed."""
+        assert self._scheduling is not None
+        return False, self._scheduling.finished(request)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is lost is a miss of the target, so nothing is run again for it."""
+        return False
+
+    # The worker's calls.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:  # noqa: ARG002
+        """The caches are there, and so is the model."""
+        engine = Engine(self._vllm_config, self._kv_cache_config)
+        if self._options.role == "target":
+            assert self._mapper is not None
+            self._worker = Loader(self._mapper, engine, self._store, self._source_identity(), self._options)
+        else:
+            self._worker = Saver(engine, self._store, self._options.block_tokens)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Load what this step starts from."""
+        if not isinstance(self._worker, Loader):
+            return
+        for plan in self._get_connector_metadata().loads:
+            reason = self._worker.load(plan)
+            if reason is not None:
+                self._failures[plan.request_id] = reason
+                self._invalid_blocks.update(plan.block_ids)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are complete before the first layer."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are read after the last layer, when all of them are there."""
+
+    def wait_for_save(self) -> None:
+        """Save what this step has completed."""
+        if isinstance(self._worker, Saver):
+            step = self._get_connector_metadata()
+            for plan in step.saves:
+                self._worker.save(plan, step.identity)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that the engine has to compute after all."""
+        blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return blocks
+
+    def build_connector_worker_meta(self) -> StepResult | None:
+        """Why they were not loaded."""
+        failures, self._failures = self._failures, {}
+        return StepResult(failures) if failures else None
+
+    # Counters, in scheduler and worker alike.
+
+    def get_kv_connector_stats(self) -> KvfitStats | None:
+        """Counts since the last call."""
+        counted = self._scheduling or self._worker
+        return None if counted is None else counted.stats.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvfitStats:
+        """Counts as they arrive elsewhere."""
+        return KvfitStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KvfitPromMetrics:
+        """Counters for Prometheus."""
+        return KvfitPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,208 @@
+"""A vLLM engine's own model, run by the connector: on tokens of its choice, and as far as the first layer's attention.
+
+vLLM resumes a prompt after a computed prefix, and computes nothing within it. But its attention takes a batch of pieces, each
+with a place in a sequence and a table of blocks. So tokens anywhere in a mapped prefix can be run again in one pass of the
+engine's own kernels: every run of neighbouring tokens is handed over as a piece of its own, all of them with the same blocks.
+In each layer the fresh keys and values of all pieces are written before any piece attends, so each token sees fresh ones of the
+tokens that are run again and mapped ones of the rest, as in `kvfit.runtime.rewrite`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvfit.errors import UnsupportedModelError
+from kvfit.vllm.layout import watched_layout
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Engine:
+    """The model of one worker, its attention layers and their paged caches.
+
+    Attributes:
+        layers: attention layers in decoder order.
+        layout: of a block in every layer's cache.
+        n_heads: H, key/value heads of a layer.
+        head_dim: D.
+        dtype: of the cache.
+        device: of the cache.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        """Find the model around the attention layers that vLLM has registered.
+
+        Raises:
+            UnsupportedModelError: a layer's cache does not hold plain keys and values, or layers differ in shape.
+        """
+        self._vllm_config = vllm_config
+        (group,) = kv_cache_config.kv_cache_groups
+        names = sorted(group.layer_names, key=extract_layer_index)
+        self.layers = [vllm_config.compilation_config.static_forward_context[name] for name in names]
+        first = self.layers[0]
+        self.n_heads, self.head_dim = first.num_kv_heads, first.head_size
+        self.device, self.dtype = first.kv_cache.device, first.kv_cache.dtype
+        self._block_tokens = first.kv_cache.shape[2]
+        block = group.kv_cache_spec.block_size
+        if self._block_tokens != block:
+            raise UnsupportedModelError(
+                f"attention cache: found blocks of {self._block_tokens} tokens in the kernel and of {block} in the engine, needed "
+                f"one size: start it with --block-size {self._block_tokens}"
+            )
+        for name, layer in zip(names, self.layers, strict=True):
+            if layer.kv_cache.shape[1:] != first.kv_cache.shape[1:] or layer.kv_sharing_target_layer_name is not None:
+                raise UnsupportedModelError(
+                    f"{name}: found a cache of {tuple(layer.kv_cache.shape[1:])}, needed one of its own of "
+                    f"{tuple(first.kv_cache.shape[1:])} as the first layer has"
+                )
+        self.layout = watched_layout(self._write, first.kv_cache, self.n_heads, self._block_tokens, self.head_dim)
+        self._model = _model_around(first)
+        self._builder = first.get_attn_backend().get_builder_cls()(group.kv_cache_spec, names, vllm_config, self.device)
+        self._names = names
+
+    def _write(self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        self.layers[0].impl.do_kv_cache_update(self.layers[0], keys, values, cache, slots)
+
+    def read(self, block_ids: Sequence[int]) -> Tensor:
+        """Keys and values of some blocks in all layers, (L, 2, H, T, D); a copy."""
+        return torch.stack([self.layout.read(layer.kv_cache, block_ids) for layer in self.layers])
+
+    def write(self, layer_index: int, block_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
+        """Fill whole blocks of one layer with keys and values, (H, T, D)."""
+        self.layout.write(self.layers[layer_index].kv_cache, block_ids, torch.stack([keys, values]))
+
+    def run(self, token_ids: Sequence[int], tokens: Iterable[int], block_ids: Sequence[int]) -> None:
+        """Run some tokens of a sequence and put their keys and values in the place of those in its blocks.
+
+        Args:
+            token_ids: the sequence from its first token on.
+            tokens: which of them to run; each attends to all tokens before it.
+            block_ids: of the sequence's blocks.
+        """
+        # As many runs as a pass takes, in ascending order: a later token may attend to an earlier one that is run again too.
+        limit = self._vllm_config.scheduler_config.max_num_batched_tokens
+        most_runs = self._vllm_config.scheduler_config.max_num_seqs
+        batch: list[range] = []
+        for piece in _runs(sorted(set(tokens)), limit):
+            if len(batch) == most_runs or sum(map(len, batch)) + len(piece) > limit:
+                self._pass(token_ids, batch, block_ids)
+                batch = []
+            batch.append(piece)
+        if batch:
+            self._pass(token_ids, batch, block_ids)
+
+    def first_layer(self, token_ids: Sequence[int]) -> Pair:
+        """Keys (rotated) and values of the first layer for all tokens of a sequence, (1, H, T, D): they need no attention."""
+        limit = self._vllm_config.scheduler_config.max_num_batched_tokens
+        found: list[Pair] = []
+        for start in range(0, len(token_ids), limit):
+            positions = torch.arange(start, min(start + limit, len(token_ids)), device=self.device)
+            ids = torch.tensor(token_ids[start : start + limit], device=self.device)
+            with _inputs_of([self.layers[0]], stop=True) as seen, self._forward(None, None, len(ids)):
+                try:
+                    self._model(input_ids=ids, positions=positions)
+                except _Reached:
+                    found.append((seen[0][1], seen[0][2]))
+        shape = (1, -1, self.n_heads, self.head_dim)
+        keys, values = (torch.cat(half).view(shape).transpose(1, 2) for half in zip(*found, strict=True))
+        return keys, values
+
+    def last_queries(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> list[Tensor]:
+        """The queries with which a sequence's last token attends, (Hq, D) per layer. Its keys and values are written again."""
+        with _inputs_of(self.layers, stop=False) as seen:
+            self.run(token_ids, [len(token_ids) - 1], block_ids)
+        return [inputs[0].view(-1, self.head_dim) for inputs in seen]
+
+    @torch.inference_mode()
+    def _pass(self, token_ids: Sequence[int], pieces: list[range], block_ids: Sequence[int]) -> None:
+        """One forward pass over runs of tokens of one sequence."""
+        pieces = sorted(pieces, key=len)  # backends expect single tokens, which they take for decoding, before longer runs
+        order = [token for piece in pieces for token in piece]
+        blocks = torch.tensor(block_ids, dtype=torch.int32)
+        positions = torch.tensor(order)
+        slots = blocks[positions // self._block_tokens].long() * self._block_tokens + positions % self._block_tokens
+        starts = torch.tensor([0, *(len(piece) for piece in pieces)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        lengths = torch.tensor([piece.stop for piece in pieces], dtype=torch.int32)
+        place = self.device
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(place),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths.to(place),
+            seq_lens_cpu_upper_bound=lengths,
+            num_reqs=len(pieces),
+            num_actual_tokens=len(order),
+            max_query_len=max(map(len, pieces)),
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=blocks.expand(len(pieces), -1).contiguous().to(place),
+            slot_mapping=slots.to(place),
+            causal=True,
+            is_prefilling=torch.ones(len(pieces), dtype=torch.bool),
+            positions=positions.to(place),
+        )
+        metadata = self._builder.build(0, common)
+        ids = torch.tensor([token_ids[token] for token in order], device=place)
+        with self._forward(metadata, slots.to(place), len(order)):
+            self._model(input_ids=ids, positions=positions.to(place))
+
+    @contextmanager
+    def _forward(self, metadata: Any, slots: Tensor | None, n_tokens: int) -> Iterator[None]:
+        """vLLM's context of a forward pass, without compiled code: hooks do not fire in it."""
+        per_layer = None if metadata is None else dict.fromkeys(self._names, metadata)
+        mapping = None if slots is None else dict.fromkeys(self._names, slots)
+        with set_forward_context(per_layer, self._vllm_config, num_tokens=n_tokens, slot_mapping=mapping, skip_compiled=True):
+            yield
+
+
+class _Reached(Exception):
+    """The first attention layer was reached; the rest of the pass is not wanted."""
+
+
+@contextmanager
+def _inputs_of(layers: list[Any], *, stop: bool) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Collects what attention layers are given (query, key, value), in order; with `stop` ends the pass at the first."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    def hook(module: Any, args: tuple[Tensor, ...]) -> None:
+        if len(args) < 3:
+            raise UnsupportedModelError(f"{type(module).__name__}: found {len(args)} inputs, needed query, key and value")
+        seen.append(tuple(part.clone() for part in args[:3]))
+        if stop:
+            raise _Reached
+
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _runs(tokens: Sequence[int], longest: int) -> Iterator[range]:
+    """Runs of neighbours in ascending numbers, none longer than `longest`."""
+    start = 0
+    for index in range(1, len(tokens) + 1):
+        if index == len(tokens) or tokens[index] != tokens[index - 1] + 1 or index - start == longest:
+            yield range(tokens[start], tokens[index - 1] + 1)
+            start = index
+
+
+def _model_around(layer: torch.nn.Module) -> torch.nn.Module:
+    """The outermost module that holds an attention layer.
+
+    vLLM gives a connector the attention layers and the caches, but not the model, and a module does not know its parent.
+    """
+    holding: list[torch.nn.Module] = [
+        module
+        for module in gc.get_objects()
+        if issubclass(type(module), torch.nn.Module) and any(inner is layer for inner in module.modules())
+    ]
+    return max(holding, key=lambda module: sum(1 for _ in module.modules()))

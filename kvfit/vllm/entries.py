@@ -1,0 +1,74 @@
+"""A store's entries as bytes: tensors in safetensors' format behind a checksum, and what they are.
+
+    8 bytes   KVFIT001
+    4 bytes   CRC-32 of the rest, little endian
+    the rest  a safetensors file with one tensor, whose metadata says what it is and when it was written
+
+The checksum is for torn and flipped bytes. It is no defence against someone who may write to the store: who can do that can
+make the target read anything, so a store belongs to the engines alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from dataclasses import dataclass
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+_MAGIC = b"KVFIT001"
+_HEAD = len(_MAGIC) + 4
+
+
+class EntryError(Exception):
+    """An entry that cannot be used; `reason` is the word under which it is counted."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was stored.
+
+    Attributes:
+        states: of a block, keys and values of all layers, (L, 2, H, T, D); of a guide, one weight a token, (T,).
+        identity: of the source model.
+        address: under which it was stored.
+        written: seconds since 1970.
+    """
+
+    states: Tensor
+    identity: str
+    address: str
+    written: float
+
+
+def pack(states: Tensor, identity: str, address: str) -> bytes:
+    """An entry's bytes."""
+    facts = {"identity": identity, "address": address, "written": repr(time.time())}
+    body = save({"states": states.contiguous()}, metadata=facts)
+    head: bytes = _MAGIC + zlib.crc32(body).to_bytes(4, "little")
+    return head + bytes(body)
+
+
+def unpack(data: bytes) -> Entry:
+    """The entry that `pack` wrote.
+
+    Raises:
+        EntryError: it is torn, altered or of another format (``corrupt``).
+    """
+    body = data[_HEAD:]
+    if data[: len(_MAGIC)] != _MAGIC or zlib.crc32(body) != int.from_bytes(data[len(_MAGIC) : _HEAD], "little"):
+        raise EntryError("corrupt", f"found {len(data)} bytes with another checksum, needed an entry as it was written")
+    try:
+        facts = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+        return Entry(load(body)["states"], facts["identity"], facts["address"], float(facts["written"]))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise EntryError(
+            "corrupt", f"found no keys and values ({type(error).__name__}), needed an entry of this format"
+        ) from None

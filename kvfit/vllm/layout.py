@@ -1,0 +1,124 @@
+"""Where keys and values lie within a block of an engine's paged cache, and reading and writing whole blocks there.
+
+Every attention backend packs a block in its own way. vLLM shows a layer's cache as a tensor that counts blocks first:
+
+    FlashAttention, FlashInfer, Triton    (blocks, H, N, 2 D): keys in the first D features, values in the last D
+    CPU                                   (blocks, H, N, 2 D) in name only: per head, N * D keys in an order that suits the
+                                          processor's instructions (transposed for "vec"), then the values
+    vLLM before these views               (2, blocks, N, H, D): keys, then values
+
+So a layout is a table: for each of the 2 H N D elements of a block, its place in the block. `watched_layout` makes it by
+watching: it lets the engine's own write operation store numbers that say which element they are, and looks where they came to
+lie. That holds for any backend that stores plain keys and values, and refuses those that do not (quantised ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import UnsupportedModelError
+
+# write(keys, values, cache, slots): keys and values (n, H, D); token i goes to block slots[i] // N, row slots[i] % N
+Write = Callable[[Tensor, Tensor, Tensor, Tensor], object]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of a block's elements.
+
+    Attributes:
+        places: (2, H, N, D) whole numbers: where an element lies in its block, counted along the block's dimensions in order.
+        block_dimension: the dimension of the cache that counts blocks.
+    """
+
+    places: Tensor
+    block_dimension: int = 0
+
+    @property
+    def block_tokens(self) -> int:
+        """N, tokens of a block."""
+        return int(self.places.shape[2])
+
+    def read(self, cache: Tensor, block_ids: Sequence[int]) -> Tensor:
+        """Keys and values of blocks, (2, H, tokens, D); a copy.
+
+        Args:
+            cache: one layer's paged cache.
+            block_ids: in the order of the tokens.
+        """
+        index = torch.tensor(block_ids, device=cache.device)
+        blocks = cache.movedim(self.block_dimension, 0)[index].flatten(1)  # (blocks, elements)
+        _, n_heads, n_tokens, head_dim = self.places.shape
+        states = blocks[:, self.places.to(cache.device).flatten()].view(-1, 2, n_heads, n_tokens, head_dim)
+        return states.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def write(self, cache: Tensor, block_ids: Sequence[int], states: Tensor) -> None:
+        """Put keys and values, (2, H, tokens, D), into whole blocks.
+
+        Args:
+            cache: one layer's paged cache; changed.
+            block_ids: in the order of the tokens.
+            states: of ``len(block_ids)`` blocks' tokens.
+        """
+        index = torch.tensor(block_ids, device=cache.device)
+        blocks_first = cache.movedim(self.block_dimension, 0)
+        _, n_heads, _, head_dim = states.shape
+        ordered = states.reshape(2, n_heads, -1, self.block_tokens, head_dim).permute(2, 0, 1, 3, 4).flatten(1)
+        blocks = torch.empty_like(ordered, dtype=cache.dtype, device=cache.device)
+        blocks[:, self.places.to(cache.device).flatten()] = ordered.to(device=cache.device, dtype=cache.dtype)
+        blocks_first[index] = blocks.view(-1, *blocks_first.shape[1:])
+
+
+def split_layout(n_heads: int, block_tokens: int, head_dim: int) -> Layout:
+    """FlashAttention's, FlashInfer's and Triton's: (blocks, H, N, 2 D), keys before values within a token's features.
+
+    Whether heads or tokens come first in memory (HND, NHD) shows in the view's strides only, so it makes no difference here.
+    """
+    places = torch.arange(n_heads * block_tokens * 2 * head_dim).view(n_heads, block_tokens, 2, head_dim)
+    return Layout(places.permute(2, 0, 1, 3).contiguous())
+
+
+def stacked_layout(n_heads: int, block_tokens: int, head_dim: int) -> Layout:
+    """FlashAttention's in older versions of vLLM: (2, blocks, N, H, D)."""
+    places = torch.arange(2 * block_tokens * n_heads * head_dim).view(2, block_tokens, n_heads, head_dim)
+    return Layout(places.transpose(1, 2).contiguous(), block_dimension=1)
+
+
+def watched_layout(write: Write, cache: Tensor, n_heads: int, block_tokens: int, head_dim: int) -> Layout:
+    """The layout in which an engine's own write operation stores a block.
+
+    The elements are numbered; the write operation stores one binary digit of every number after the other, and the digits that
+    a place has received say which element lies there.
+
+    Args:
+        write: the backend's operation.
+        cache: a layer's paged cache, whose first dimension counts blocks; not changed.
+        n_heads: H of the cache.
+        block_tokens: N.
+        head_dim: D.
+
+    Returns:
+        The layout, on the cache's device.
+
+    Raises:
+        UnsupportedModelError: what is stored is not each element once, as in a quantised cache.
+    """
+    count = 2 * n_heads * block_tokens * head_dim
+    numbers = torch.arange(count, device=cache.device).view(2, n_heads, block_tokens, head_dim)
+    slots = torch.arange(block_tokens, 2 * block_tokens, device=cache.device)  # of block 1
+    scratch = torch.zeros_like(cache[:2])
+    found = torch.zeros(scratch[1].numel(), dtype=torch.long, device=cache.device)
+    for digit in range(count.bit_length()):
+        keys, values = (half.transpose(0, 1).to(cache.dtype).contiguous() for half in numbers >> digit & 1)  # (N, H, D)
+        write(keys, values, scratch, slots)
+        found += (scratch[1].flatten() != 0).long() << digit
+    if found.numel() != count or not torch.equal(found.sort().values, torch.arange(count, device=cache.device)):
+        raise UnsupportedModelError(
+            f"attention cache: found a block of {tuple(cache.shape[1:])} in {cache.dtype} that does not hold each of its "
+            f"{count} keys and values once, needed a cache of plain keys and values: set --kv-cache-dtype auto"
+        )
+    return Layout(found.argsort().view(2, n_heads, block_tokens, head_dim))

@@ -1,0 +1,155 @@
+"""What a user can set: the connector's configuration, and the parameters of one request."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvfit.errors import OptionError
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """The connector's configuration, ``kv_connector_extra_config``.
+
+    Attributes:
+        role: ``source`` saves what it prefills; ``target`` starts from it.
+        store: a folder, or ``package.module:factory`` (see `kvfit.vllm.store`).
+        mapper: ref or folder of the mapper; the target needs it, the source does not.
+        salt: engines share entries only with engines of the same salt.
+        max_store_bytes: limit of a folder; entries unused for longest are deleted beyond it.
+        block_tokens: tokens of a stored block, the same for source and target; a multiple of the source engine's own block.
+        exact_head: first tokens of a mapped prompt that the target runs itself.
+        exact_tail: last tokens of a prompt that are never mapped; what is left of the last block comes on top.
+        recompute: share of the mapped tokens that the target runs again, chosen by where the source looks. None for the share
+            that the mapper's verdict was found with.
+        guide: source: whether to save where it looks, at the cost of one more token a prompt.
+        require: ``pass`` refuses a mapper whose verdict is ``fail``; ``any`` takes it.
+        check_weights: whether to compare the engine's checkpoint with what the mapper was fitted on weight by weight, which
+            reads the checkpoint into host memory once at start. Without it the configuration alone is compared.
+        max_age_seconds: entries older than this are not used; None for no limit.
+        timeout_seconds: a load that takes longer than this is given up.
+    """
+
+    role: Literal["source", "target"]
+    store: str
+    mapper: str | None = None
+    salt: str = ""
+    max_store_bytes: int = 4 << 30
+    block_tokens: int = 128
+    exact_head: int = 1
+    exact_tail: int = 0
+    recompute: float | None = None
+    guide: bool = True
+    require: Literal["pass", "any"] = "pass"
+    check_weights: bool = True
+    max_age_seconds: float | None = None
+    timeout_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.role == "target" and self.mapper is None:
+            raise OptionError("mapper: found none, needed the ref or folder of a mapper for role target")
+        _require_from("block_tokens", self.block_tokens, 1)
+        _require_from("exact_head", self.exact_head, 0)
+        _require_from("exact_tail", self.exact_tail, 0)
+        if self.recompute is not None and not 0 <= self.recompute <= 1:
+            raise OptionError(f"recompute: found {self.recompute}, needed a share of 0 to 1")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What one request may ask for, under ``kvfit`` in its ``kv_transfer_params``.
+
+    Attributes:
+        map: False lets the target prefill this request.
+        exact_tail: instead of the connector's.
+        max_mapped_tokens: map no more than this; the rest of the prompt is prefilled.
+        recompute: instead of the connector's.
+        exact_tokens: instead of `recompute`: which tokens the target runs again, numbers or [start, stop) pairs. For a caller
+            that knows which tokens matter, such as a retrieved passage.
+    """
+
+    map: bool = True
+    exact_tail: int | None = None
+    max_mapped_tokens: int | None = None
+    recompute: float | None = None
+    exact_tokens: list[Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("exact_tail", "max_mapped_tokens"):
+            if getattr(self, name) is not None:
+                _require_from(name, getattr(self, name), 0)
+        if self.recompute is not None and not 0 <= self.recompute <= 1:
+            raise OptionError(f"recompute: found {self.recompute}, needed a share of 0 to 1")
+        _ = self.chosen
+
+    @property
+    def chosen(self) -> frozenset[int] | None:
+        """The tokens of `exact_tokens`."""
+        if self.exact_tokens is None:
+            return None
+        tokens: set[int] = set()
+        for item in self.exact_tokens:
+            if type(item) is int and item >= 0:
+                tokens.add(item)
+            elif isinstance(item, Sequence) and len(item) == 2 and all(type(end) is int and end >= 0 for end in item):
+                tokens.update(range(*item))
+            else:
+                raise OptionError(f"exact_tokens: found {item!r}, needed a token's number or a pair [start, stop)")
+        return frozenset(tokens)
+
+
+def connector_options(values: Mapping[str, Any]) -> ConnectorOptions:
+    """The connector's options from its configuration.
+
+    Raises:
+        OptionError: names the option.
+    """
+    return typing.cast(ConnectorOptions, _read(ConnectorOptions, values, "kv_connector_extra_config"))
+
+
+def request_options(parameters: Any) -> RequestOptions:
+    """A request's options from its ``kv_transfer_params``; the defaults where it says nothing.
+
+    Raises:
+        OptionError: names the option.
+    """
+    values = parameters.get("kvfit", {}) if isinstance(parameters, Mapping) else {}
+    if not isinstance(values, Mapping):
+        raise OptionError(f"kv_transfer_params: found kvfit={values!r}, needed an object")
+    return typing.cast(RequestOptions, _read(RequestOptions, values, "kv_transfer_params"))
+
+
+def _require_from(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise OptionError(f"{name}: found {value}, needed {least} or more")
+
+
+def _read(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    """A dataclass of plain values from a mapping whose values have the fields' types."""
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise OptionError(f"{where}: found {unknown[0]!r}, needed only {', '.join(hints)}")
+    for field in dataclasses.fields(cls):
+        if field.name not in values:
+            if field.default is dataclasses.MISSING:
+                raise OptionError(f"{where}: found no {field.name!r}, needed one")
+        elif not _fits(values[field.name], hints[field.name]):
+            wanted = str(getattr(hints[field.name], "__name__", hints[field.name])).replace("typing.", "")
+            raise OptionError(f"{field.name}: found {values[field.name]!r}, needed {wanted}")
+    return cls(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return any(type(value) is type(option) and value == option for option in typing.get_args(hint))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is (typing.get_origin(hint) or hint)

@@ -1,0 +1,80 @@
+"""The worker's half on the source: read the engine's blocks and put them into the store, with where the source looks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvfit.runtime.recompute import N_HEADS
+from kvfit.vllm.engine import Engine
+from kvfit.vllm.entries import pack
+from kvfit.vllm.metrics import KvfitStats
+from kvfit.vllm.plans import Save
+from kvfit.vllm.store import Store
+
+_log = logging.getLogger("kvfit")
+
+
+class Saver:
+    """Carries out saves in a worker.
+
+    Attributes:
+        stats: counts of what was saved.
+    """
+
+    def __init__(self, engine: Engine, store: Store, block_tokens: int) -> None:
+        """Save blocks of `block_tokens` tokens."""
+        self._engine, self._store, self._block_tokens = engine, store, block_tokens
+        self._logged = False
+        self.stats = KvfitStats()
+
+    @torch.inference_mode()
+    def save(self, plan: Save, identity: str) -> None:
+        """Put what a step has completed into the store. Whatever goes wrong is logged once: serving goes on."""
+        start = time.perf_counter()
+        try:
+            self._save(plan, identity)
+        except Exception as error:
+            self.stats.count("unsaved_blocks", len(plan.addresses))
+            if not self._logged:
+                self._logged = True
+                _log.warning("blocks were not saved: %s (said once; see the counters)", error)
+        self.stats.count("save_milliseconds", 1000 * (time.perf_counter() - start))
+
+    def _save(self, plan: Save, identity: str) -> None:
+        a_block = len(plan.block_ids) // max(1, len(plan.addresses))  # engine blocks of a stored one
+        for index, address in enumerate(plan.addresses):
+            if address:
+                states = self._engine.read(plan.block_ids[index * a_block : (index + 1) * a_block])
+                self._put(address, states, identity)
+        if plan.guide is not None:
+            self._put(plan.guide, self._looks(plan.token_ids, plan.all_block_ids), identity)
+
+    def _put(self, address: str, states: Tensor, identity: str) -> None:
+        data = pack(states.cpu(), identity, address)
+        if self._store.put(address, data):
+            self.stats.count("saved_blocks")
+            self.stats.count("saved_bytes", len(data))
+        else:
+            self.stats.count("unsaved_blocks")
+
+    def _looks(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> Tensor:
+        """(S - 1,) float32: how much the last token's strongest heads attend to each token before it, on average.
+
+        The heads with the largest single weight on any token but the first, as in `kvfit.runtime.recompute`.
+        """
+        count = len(token_ids) - 1
+        queries = self._engine.last_queries(token_ids, block_ids)
+        weights = []
+        for layer, query in zip(self._engine.layers, queries, strict=True):
+            keys = self._engine.layout.read(layer.kv_cache, block_ids)[0, :, : count + 1].float()  # (H, S, D)
+            scores = query.float().view(keys.shape[0], -1, keys.shape[2]) @ keys.transpose(1, 2) * layer.impl.scale
+            weights.append(scores.softmax(-1).flatten(0, 1)[:, :count])  # (Hq, S - 1)
+        heads = torch.cat(weights)
+        heads[:, 0] = 0.0
+        best = heads.amax(1).argsort(descending=True, stable=True)[:N_HEADS]
+        return heads[best].mean(0)
