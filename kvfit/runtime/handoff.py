@@ -25,6 +25,7 @@ from torch import Tensor
 from kvfit.errors import KvfitError, MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.identity import require_model
+from kvfit.runtime.checks import check_source, check_target
 from kvfit.runtime.mapper import Mapper
 from kvfit.runtime.recompute import guided_tokens
 from kvfit.runtime.request import Wanted, checked_ids, checked_mask
@@ -224,7 +225,7 @@ class _Mover:
             )
         # The target's cache may be ahead of the source's: then there is nothing to map, and nothing to give up.
         prefix = max(min(covered, length - 1), common)
-        mapper.check(pairs, self.positions[:, :covered])
+        check_source(mapper.spec.source, pairs, self.positions[:, :covered])
         reused = common
         # In a left-padded batch the first real token of every row must be exact, so the head reaches over the longest padding.
         head = min(max(reused, self.padding + wanted.exact_head if wanted.exact_head else 0), prefix)
@@ -241,7 +242,13 @@ class _Mover:
                 # Into an empty cache the head goes as well, so that its own keys and values can be written over it: appending
                 # to a cache that holds a head already would copy every layer.
                 start = head if reused else 0
-                mapped = mapper.transfer_layers(cut, positions=self.positions[:, :tail], start=start, target_model=self.model)
+                mapped = mapper.transfer_layers(
+                    cut,
+                    positions=self.positions[:, :tail],
+                    start=start,
+                    target_model=self.model,
+                    input_ids=self.input_ids[:, :tail],
+                )
                 # Padding may be anything in a source's cache, and a mask that is added does not keep NaN out.
                 if self.padding > head:
                     _blank(mapped, self.mask[:, start:tail] == 0)
@@ -329,7 +336,7 @@ class _Mover:
         if target_cache is None:
             return 0
         batch, length = self.input_ids.shape
-        held = mapper.check_into(target_cache, batch, length - 1, name="target_cache")
+        held = check_target(mapper.spec.target, target_cache, batch, length - 1, name="target_cache")
         shape = tuple(target_ids.shape) if isinstance(target_ids, Tensor) else None
         if target_ids is None or shape is None or len(shape) != 2 or shape[0] != batch or shape[1] < held:
             found = type(target_ids).__name__ if shape is None else shape

@@ -1,27 +1,33 @@
 """The arithmetic of a transfer: chunks of source features in, rows of the target's keys and values out.
 
-A chunk holds the un-rotated features of every source layer that is read, side by side, in the dtype of the weights. A target
-layer's map then reads its source layers as slices of that one matrix, without gathering them first, and writes into the result
-itself wherever dtype and device allow.
+Each chunk's inputs are one matrix (`kvfit.runtime.features`). With a shared basis it is projected once, and every target layer
+maps from the projection; without one, every target layer reads its columns of the matrix. Either way the map writes into the
+result itself wherever dtype and device allow.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kvfit.model.rope import angles, frequencies_of, turn_into
-from kvfit.spec import KINDS, Kind, MapperSpec, ModelSpec, RopeTable
+from kvfit.runtime.features import Angles, Buffers, Columns, Pairs, Part, Runs, Tables, moved_to, parts, read_inputs
+from kvfit.runtime.lexical import Lexical
+from kvfit.spec import KINDS, Kind, MapperSpec
 
-# Tokens mapped at a time: enough for the matrix products to run at full speed, few enough that a layer's outputs are still in
-# the processor's cache when they are rotated, and that what is held beside the result stays small.
+# Tokens mapped at a time. On a processor: enough for the matrix products to run at full speed, few enough that a layer's
+# outputs are still in its cache when they are rotated. On a graphics card a kernel takes microseconds to start, so more.
 CHUNK_TOKENS = 1024
+CHUNK_TOKENS_CUDA = 8192
 
-Pairs = list[tuple[Tensor, Tensor]]
+Weights = Mapping[tuple[Kind, int], tuple[Tensor, Tensor]]
+
+
+def chunk_length(device: torch.device) -> int:
+    """Tokens to map at a time on a device."""
+    return CHUNK_TOKENS if device.type == "cpu" else CHUNK_TOKENS_CUDA
 
 
 @dataclass(frozen=True)
@@ -32,233 +38,223 @@ class Place:
     dtype: torch.dtype
 
 
-class Frequencies:
-    """Inverse frequencies on every device that asked for them. A mapper keeps them, so that a transfer waits for no device."""
+@dataclass(frozen=True)
+class Maps:
+    """What a mapper computes with; made once per mapper.
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[tuple[float, ...], torch.device], Tensor] = {}
-
-    def of(self, table: RopeTable, device: torch.device) -> Tensor:
-        """(R/2,) float32."""
-        key = (table.inverse_frequencies, device)
-        if key not in self._kept:
-            with torch.inference_mode(False):  # it outlives the call that made it
-                self._kept[key] = frequencies_of(table, device)
-        return self._kept[key]
-
-
-def map_layers(
-    spec: MapperSpec,
-    weights: Mapping[tuple[Kind, int], tuple[Tensor, Tensor]],
-    frequencies: Frequencies,
-    pairs: Pairs,
-    positions: Tensor,
-    places: Mapping[int, Place],
-    chunk_tokens: int,
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Keys and values of the target layers in `places`.
-
-    Args:
-        spec: the mapper's.
+    Attributes:
+        spec: what it maps.
         weights: per (kind, target layer), weight and bias.
-        frequencies: kept from call to call.
-        pairs: per source layer keys and values, (B, H, T, D), checked.
-        positions: (T,) or (B, T).
-        places: per wanted target layer, device and dtype of its result.
-        chunk_tokens: tokens, over all sequences, mapped at a time.
-
-    Returns:
-        Per target layer keys and values, (B, H, T, D); in memory the tokens come before the heads.
+        basis: the shared basis (F, r), None without one.
+        tables: the rotary tables of both models.
     """
-    target = spec.target
-    batch, _, total, _ = pairs[0][0].shape
-    out: dict[int, tuple[Tensor, Tensor]] = {}
-    for layer_index, place in places.items():
-        # (B, T, H, D): the order in which a matrix product makes its rows, so that it can write them in place.
-        shape = (batch, total, target.n_heads, target.head_dim)
-        keys, values = (torch.empty(shape, dtype=place.dtype, device=place.device) for _ in KINDS)
-        out[layer_index] = (keys, values)
-    reads = {kind: _layers_read(spec, kind, places) for kind in KINDS}
-    buffers = _Buffers()
-    for rows, part in _chunks(batch, total, chunk_tokens):
-        chunk = _Chunk(
-            spec,
-            [(keys[rows, :, part], values[rows, :, part]) for keys, values in pairs],
-            positions[..., part] if positions.dim() == 1 else positions[rows, part],
-            reads,
-            buffers,
-            frequencies,
-        )
-        for layer_index, halves in out.items():
-            for kind, half in zip(KINDS, halves, strict=True):
-                chunk.write(kind, layer_index, *weights[kind, layer_index], half[rows, part])
-    return {layer_index: (keys.transpose(1, 2), values.transpose(1, 2)) for layer_index, (keys, values) in out.items()}
+
+    spec: MapperSpec
+    weights: Weights
+    basis: Tensor | None
+    tables: Tables
+
+    def inputs_place(self, layer_index: int) -> Place:
+        """Where the inputs are gathered, and in which dtype: on the basis, or with the weights of this layer."""
+        tensor = self.weights["keys", layer_index][0] if self.basis is None else self.basis
+        return Place(tensor.device, tensor.dtype)
 
 
-def _chunks(batch: int, total: int, chunk_tokens: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of sequences and tokens: whole sequences together while they are short, else pieces of one.
+@dataclass(frozen=True)
+class Moved:
+    """The tokens to map.
 
-    Either way a chunk's rows lie one after another in a (B, T, ...) result.
+    Attributes:
+        pairs: per source layer keys and values, (B, H, T, D): tokens `start` and later, checked.
+        positions: (start + T,) or (B, start + T), of all tokens.
+        start: the first token that is mapped.
+        first_layer: the target's first layer, exact, (B, H, T', D): where lexical inputs are read. T' is start + T, or fewer
+            where the first tokens are not needed.
     """
-    if 0 < total <= chunk_tokens:
-        step = chunk_tokens // total
-        for first in range(0, batch, step):
-            yield slice(first, min(first + step, batch)), slice(0, total)
-        return
-    for row in range(batch):
-        for start in range(0, total, chunk_tokens):
-            yield slice(row, row + 1), slice(start, min(start + chunk_tokens, total))
+
+    pairs: Pairs
+    positions: Tensor
+    start: int
+    first_layer: tuple[Tensor, Tensor] | None = None
 
 
-def _layers_read(spec: MapperSpec, kind: Kind, places: Mapping[int, Place]) -> tuple[int, ...]:
-    """Source layers whose `kind` any wanted map reads, ascending."""
-    kinds = KINDS if spec.inputs == "both" else (kind,)
-    return tuple(sorted({i for layer in places for wanted in kinds for i in spec.layer(wanted, layer).source_layers}))
-
-
-class _Buffers:
-    """Working memory that one chunk after the other uses: fresh memory costs a page fault for every few thousand bytes."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[object, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, name: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a tensor; valid until the same name is taken again."""
-        key = (name, dtype, device)
-        size = math.prod(shape)
-        if key not in self._kept or self._kept[key].numel() < size:
-            self._kept[key] = torch.empty(size, dtype=dtype, device=device)
-        return self._kept[key][:size].view(shape)
-
-
+@dataclass
 class _Chunk:
-    """One chunk's features and the maps that read them; each source layer is un-rotated once, however many read it."""
+    """One chunk of tokens and its inputs.
+
+    Attributes:
+        number: its place among the chunks.
+        part: its sequences and tokens.
+        angles: its cosines and sines.
+        inputs: (1 or H_source, n, width), n its tokens; under a basis their projection (1, n, r).
+        copies: the inputs on other devices, for a target that is spread over several.
+    """
+
+    number: int
+    part: Part
+    angles: Angles
+    inputs: Tensor
+    copies: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def inputs_on(self, device: torch.device) -> Tensor:
+        """The inputs on the device of a weight."""
+        if self.inputs.device == device:
+            return self.inputs
+        if device not in self.copies:
+            self.copies[device] = moved_to(self.inputs, device)
+        return self.copies[device]
+
+
+class Transfer:
+    """One transfer: the maps, the tokens, and the memory that chunks share."""
 
     def __init__(
-        self,
-        spec: MapperSpec,
-        pairs: Pairs,
-        positions: Tensor,
-        reads: Mapping[Kind, tuple[int, ...]],
-        buffers: _Buffers,
-        frequencies: Frequencies,
+        self, maps: Maps, columns: Columns, moved: Moved, places: Mapping[int, Place], chunk_tokens: int | None
     ) -> None:
-        self.spec = spec
-        self.buffers = buffers
-        self.frequencies = frequencies
-        self.pairs = pairs
-        self.positions = positions
-        self.reads = reads
-        self.batch, _, self.n_tokens, _ = pairs[0][0].shape
-        self._features: dict[tuple[Kind, torch.dtype, torch.device], Tensor] = {}
-        self._gathered: dict[Kind, tuple[object, Tensor]] = {}
-        self._angles: dict[tuple[ModelSpec, int | None, torch.device], tuple[Tensor, Tensor]] = {}
+        """Prepare; nothing is computed but the lexical inputs.
 
-    def write(self, kind: Kind, layer_index: int, weight: Tensor, bias: Tensor, result: Tensor) -> None:
-        """Map one kind of one target layer into `result`, (B, T, H, D) with its rows one after another."""
-        target = self.spec.target
-        table = target.rope.table(layer_index) if kind == "keys" and not self.spec.keys_rotated else None
-        shape, device = tuple(result.shape), weight.device
-        direct = (result.dtype, result.device) == (weight.dtype, device)
-        product = result if direct and table is None else self.buffers.take("product", shape, weight.dtype, device)
-        self._product(kind, layer_index, weight, bias, product.view(-1, target.width))
-        if table is not None:
-            wide = _wide(weight.dtype)
-            turned = result if direct and wide == weight.dtype else self.buffers.take("turned", shape, wide, device)
-            turn_into(turned.transpose(1, 2), product.to(wide).transpose(1, 2), table, self._turns(target, layer_index, device))
-            product = turned
-        if product is not result:
-            result.copy_(product)
+        Args:
+            maps: the mapper's.
+            columns: of the target layers in `places`.
+            moved: the tokens.
+            places: per target layer that is wanted, in order, device and dtype of its result.
+            chunk_tokens: tokens, over all sequences, mapped at a time; None for the device's own number.
+        """
+        self.maps, self.spec, self.columns, self.moved = maps, maps.spec, columns, moved
+        self.places = {layer_index: place for layer_index, place in places.items() if layer_index in self.spec.mapped_layers}
+        self.exact = [(layer_index, place) for layer_index, place in places.items() if layer_index not in self.places]
+        self.batch, _, self.total, _ = moved.pairs[0][0].shape
+        self.heads = self.spec.source.n_heads if self.spec.support == "head" else 1
+        self.buffers = Buffers()
+        self._gathered: tuple[object, Tensor] | None = None
+        self.inputs_at = maps.inputs_place(next(iter(self.places), self.spec.mapped_layers[0]))
+        self.chunk_tokens = chunk_length(self.inputs_at.device) if chunk_tokens is None else chunk_tokens
+        self.lexical: Lexical | None = None
+        if moved.first_layer is not None:
+            dtype, device = self.inputs_at.dtype, self.inputs_at.device
+            self.lexical = Lexical(self.spec, maps.tables, moved.first_layer, moved.positions, moved.start, dtype, device)
 
-    def _turns(self, model: ModelSpec, layer_index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of a layer's table; they are the same for every layer that shares it."""
-        key = (model, model.rope.assignment[layer_index], device)
-        table = model.rope.table(layer_index)
-        if key not in self._angles and table is not None:
-            self._angles[key] = angles(table, self.positions.to(device), frequencies=self.frequencies.of(table, device))
-        return self._angles[key]
+    def all_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Keys and values (B, H, T, D) of every wanted layer, chunk by chunk: one chunk's inputs are held at a time."""
+        exact = dict(self._exact_layers())
+        out = {layer_index: self._empty(place) for layer_index, place in self.places.items()}
+        for chunk in self._chunks(None) if out else ():
+            for layer_index, halves in out.items():
+                self._write_layer(chunk, layer_index, halves)
+        return exact | {layer_index: _heads_first(halves) for layer_index, halves in out.items()}
 
-    def _product(self, kind: Kind, layer_index: int, weight: Tensor, bias: Tensor, out: Tensor) -> None:
-        """``out = features @ weight + bias``, out (B * T, G)."""
+    @torch.no_grad()
+    def layer_by_layer(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The wanted layers in order, each once it is mapped; holds the inputs (r numbers with a basis) of all tokens."""
+        for _, pair in self._exact_layers():
+            yield pair
+        width = self.columns.width if self.maps.basis is None else self.maps.basis.shape[1]
+        shape = (self.heads, self.batch * self.total, width)
+        chunks = list(self._chunks(torch.empty(shape, dtype=self.inputs_at.dtype, device=self.inputs_at.device)))
+        for layer_index, place in self.places.items():
+            halves = self._empty(place)
+            for chunk in chunks:
+                self._write_layer(chunk, layer_index, halves)
+            yield _heads_first(halves)
+
+    def _exact_layers(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Copies of the layers that need no map; what a caller has passed in stays its own."""
+        for layer_index, place in self.exact:
+            assert self.moved.first_layer is not None
+            keys, values = (
+                half[:, :, half.shape[2] - self.total :].to(place.device, place.dtype, copy=True)
+                for half in self.moved.first_layer
+            )
+            yield layer_index, (keys, values)
+
+    def _empty(self, place: Place) -> tuple[Tensor, Tensor]:
+        # (B, T, H, D): the order in which a matrix product makes its rows, so that it can write them in place.
+        shape = (self.batch, self.total, self.spec.target.n_heads, self.spec.target.head_dim)
+        keys, values = (torch.empty(shape, dtype=place.dtype, device=place.device) for _ in KINDS)
+        return keys, values
+
+    def _chunks(self, out: Tensor | None) -> Iterator[_Chunk]:
+        """Chunks with their inputs: in `out`, (heads, B * T, width), or each in the memory of the one before it."""
+        mapped_positions = self.moved.positions[..., self.moved.start :]
+        done = 0
+        for number, part in enumerate(parts(self.batch, self.total, self.chunk_tokens)):
+            turns = Angles(self.maps.tables, part.of_positions(mapped_positions))
+            rows = part.of(self.moved.pairs[0][0]).shape[0:3:2].numel()
+            yield _Chunk(
+                number, part, turns, self._inputs(part, turns, rows, None if out is None else out[:, done : done + rows])
+            )
+            done += rows
+
+    def _inputs(self, part: Part, turns: Angles, rows: int, out: Tensor | None) -> Tensor:
+        dtype, device, basis = self.inputs_at.dtype, self.inputs_at.device, self.maps.basis
+        features = out
+        if out is None or basis is not None or self.heads > 1:  # a part of several heads' inputs is not one piece of memory
+            features = self.buffers.take("features", (self.heads, rows, self.columns.width), dtype, device)
+        assert features is not None
+        read_inputs(features, self.spec, self.columns, self.maps.tables, self.moved.pairs, part, turns, self.buffers)
+        if self.lexical is not None:
+            self.lexical.write(features[0, :, self.columns.lexical :], part, self.buffers)
+        if basis is not None:
+            out = self.buffers.take("projection", (1, rows, basis.shape[1]), dtype, device) if out is None else out
+            torch.mm(features[0], basis, out=out[0])
+            return out
+        return features if out is None or out is features else out.copy_(features)
+
+    def _write_layer(self, chunk: _Chunk, layer_index: int, halves: tuple[Tensor, Tensor]) -> None:
+        """Map one chunk of one target layer into its place in keys and values, (B, T, H, D)."""
+        for kind, half in zip(KINDS, halves, strict=True):
+            weight, bias = self.maps.weights[kind, layer_index]
+            result = half[chunk.part.rows, chunk.part.tokens]
+            table = self.maps.tables.target[layer_index] if kind == "keys" else None
+            direct = (result.dtype, result.device) == (weight.dtype, weight.device)
+            take, shape, device = self.buffers.take, tuple(result.shape), weight.device
+            product = result if direct and table is None else take("product", shape, weight.dtype, device)
+            runs = ((0, weight.shape[-2]),) if self.maps.basis is not None else self.columns.runs[kind, layer_index]
+            self._product(chunk, runs, weight, bias, product.view(-1, self.spec.target.width))
+            if table is not None:
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                if wide != weight.dtype:
+                    product = take("wide", shape, wide, device).copy_(product)
+                turned = result if direct and wide == result.dtype else take("turned", shape, wide, device)
+                chunk.angles.turn(turned.transpose(1, 2), product.transpose(1, 2), table)
+                product = turned
+            if product is not result:
+                result.copy_(product, non_blocking=result.device.type != "cpu")
+
+    def _product(self, chunk: _Chunk, runs: Runs, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+        """``out = inputs[:, runs] @ weight + bias``, out (n, G)."""
         if self.spec.support == "full":
-            _accumulate(self._segments(kind, layer_index, weight, 0), weight, bias, out)
+            _accumulate(self._segments(chunk, 0, runs, weight.device), weight, bias, out)
             return
         # A target head reads one source head; its columns of the result are written in place.
         source, target = self.spec.source, self.spec.target
         for head in range(target.n_heads):
             columns = slice(head * target.head_dim, (head + 1) * target.head_dim)
-            read = head * source.n_heads // target.n_heads
-            _accumulate(self._segments(kind, layer_index, weight, read), weight[head], bias[columns], out[:, columns])
+            segments = self._segments(chunk, head * source.n_heads // target.n_heads, runs, weight.device)
+            _accumulate(segments, weight[head], bias[columns], out[:, columns])
 
-    def _segments(self, kind: Kind, layer_index: int, weight: Tensor, head: int) -> list[Tensor]:
-        """The map's inputs as matrices (B * T, any width) whose widths add up to F, in the order of the weight's rows."""
-        chosen = self.spec.layer(kind, layer_index).source_layers
-        segments: list[Tensor] = []
-        for read in KINDS if self.spec.inputs == "both" else (kind,):
-            features = self._matrix(read, weight.dtype, weight.device)[head]  # (B * T, layers read, width of a layer)
-            for start, stop in _runs(chosen, self.reads[read]):
-                segments.append(features[:, start:stop].flatten(1))
-        # Sums of products are rounded once only if they are one product; and many small products are slow on a GPU.
-        if len(segments) > 1 and (weight.dtype not in (torch.float32, torch.float64) or weight.device.type != "cpu"):
-            key = (chosen, head, weight.dtype, weight.device)
-            if kind not in self._gathered or self._gathered[kind][0] != key:  # neighbouring layers often read the same set
-                self._gathered[kind] = (key, torch.cat(segments, 1))
-            return [self._gathered[kind][1]]
+    def _segments(self, chunk: _Chunk, head: int, runs: Runs, device: torch.device) -> list[Tensor]:
+        """The columns that a map reads, as matrices (n, any width), in the order of the weight's rows."""
+        inputs = chunk.inputs_on(device)[head]
+        segments = [inputs[:, start:stop] for start, stop in runs]
+        # Sums of products are rounded once only if they are one product; and many small products are slow on a graphics card.
+        # Neighbouring target layers, and keys and values of one, often read the same columns: those are gathered once.
+        if len(segments) > 1 and (inputs.dtype not in (torch.float32, torch.float64) or device.type != "cpu"):
+            key = (chunk.number, head, runs, device)
+            if self._gathered is None or self._gathered[0] != key:
+                n_columns = sum(segment.shape[1] for segment in segments)
+                memory = self.buffers.take("gathered", (len(inputs), n_columns), inputs.dtype, device)
+                self._gathered = (key, torch.cat(segments, 1, out=memory))
+            return [self._gathered[1]]
         return segments
 
-    def _matrix(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Features of all source layers read: (1, B * T, layers, H * D), or (H, B * T, layers, D) where support is ``head``."""
-        key = (kind, dtype, device)
-        if key not in self._features:
-            self._features[key] = self._read(kind, dtype, device)
-        return self._features[key]
 
-    def _read(self, kind: Kind, dtype: torch.dtype, device: torch.device) -> Tensor:
-        source = self.spec.source
-        shape = (self.batch, self.n_tokens, len(self.reads[kind]), source.n_heads, source.head_dim)
-        if self.spec.support == "head":
-            # (H, B, T, layers, D) in memory, seen as (B, T, layers, H, D)
-            matrix = self.buffers.take(("features", kind), (shape[3], *shape[:3], shape[4]), dtype, device)
-            seen = matrix.permute(1, 2, 3, 0, 4)
-        else:
-            matrix = self.buffers.take(("features", kind), shape, dtype, device)
-            seen = matrix
-        wide = _wide(dtype)
-        for index, layer_index in enumerate(self.reads[kind]):
-            states = self.pairs[layer_index][KINDS.index(kind)]  # (B, H, T, D)
-            features = seen[:, :, index].transpose(1, 2)  # the same shape, in the chunk's matrix
-            table = source.rope.table(layer_index) if kind == "keys" and not self.spec.keys_rotated else None
-            if table is None:
-                features.copy_(states)
-                continue
-            turned = features if dtype == wide else self.buffers.take("unrotated", tuple(states.shape), wide, device)
-            turn_into(turned, states.to(device, wide), table, self._turns(source, layer_index, device), inverse=True)
-            if turned is not features:
-                features.copy_(turned)
-        rows = self.batch * self.n_tokens
-        if self.spec.support == "head":
-            return matrix.view(source.n_heads, rows, shape[2], source.head_dim)
-        return matrix.view(1, rows, shape[2], source.width)
+def _heads_first(halves: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(B, T, H, D) as (B, H, T, D), in the same memory."""
+    return halves[0].transpose(1, 2), halves[1].transpose(1, 2)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to rotate in."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _runs(chosen: tuple[int, ...], read: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Where `chosen` layers stand among those `read`, as runs of neighbours: [start, stop)."""
-    places = [read.index(layer_index) for layer_index in chosen]
-    runs: list[tuple[int, int]] = []
-    for place in places:
-        if runs and runs[-1][1] == place:
-            runs[-1] = (runs[-1][0], place + 1)
-        else:
-            runs.append((place, place + 1))
-    return runs
-
-
-def _accumulate(segments: list[Tensor], weight: Tensor, bias: Tensor, out: Tensor) -> None:
+def _accumulate(segments: Sequence[Tensor], weight: Tensor, bias: Tensor, out: Tensor) -> None:
     """``out = cat(segments) @ weight + bias``, one product per segment."""
     row = 0
     for segment in segments:

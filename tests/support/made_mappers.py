@@ -63,10 +63,16 @@ def mapper_spec(
     support: Any = "full",
     inputs: Any = "same",
     keys_rotated: bool = False,
+    lexical_lags: Sequence[int] = (),
+    rank: int | None = None,
 ) -> MapperSpec:
-    """Target layer t reads source layers ``sets[t]``."""
-    layers = [LayerMap(kind, t, tuple(chosen), 0.0, 0.0, 0.0) for t, chosen in enumerate(sets) for kind in KINDS]
-    return MapperSpec(FORMAT_VERSION, "0.1.0", source, target, keys_rotated, support, inputs, "none", "float32", tuple(layers))
+    """Target layer t reads source layers ``sets[t]``; layer 0 is exact where there are lags."""
+    first = 1 if lexical_lags else 0
+    layers = [LayerMap(kind, t, tuple(chosen), 0.0, 0.0, 0.0) for t, chosen in enumerate(sets) if t >= first for kind in KINDS]
+    return MapperSpec(
+        FORMAT_VERSION, "0.1.0", source, target, keys_rotated, support, inputs, "none", "float32", tuple(layers),
+        lexical_lags=tuple(lexical_lags), rank=rank,
+    )  # fmt: skip
 
 
 def random_mapper(spec: MapperSpec, seed: int = 0, dtype: torch.dtype = torch.float32) -> Mapper:
@@ -78,7 +84,10 @@ def random_mapper(spec: MapperSpec, seed: int = 0, dtype: torch.dtype = torch.fl
         weight = torch.randn(shape, generator=generator) / shape[-2] ** 0.5
         bias = torch.randn(spec.target.width, generator=generator)
         weights[layer.kind, layer.layer_index] = (weight.to(dtype), bias.to(dtype))
-    return Mapper(spec, weights, verdict="pass")
+    basis = None
+    if spec.rank is not None:
+        basis = (torch.randn(spec.basis_shape, generator=generator) / spec.basis_shape[0] ** 0.5).to(dtype)
+    return Mapper(spec, weights, basis=basis, verdict="pass")
 
 
 def identity_mapper(model: Any) -> Mapper:
@@ -111,16 +120,34 @@ def turned(row: list[float], table: RopeTable | None, position: int, inverse: bo
     return out
 
 
-def reference_transfer(mapper: Mapper, pairs: Pairs, positions: Tensor) -> Pairs:
+def lexical_features(mapper: Mapper, first_layer: tuple[Tensor, Tensor], positions: Tensor, b: int, i: int) -> list[float]:
+    """The lexical inputs of one token: keys, un-rotated, then values of the target's first layer, lag by lag."""
+    row = positions if positions.dim() == 1 else positions[b]
+    first = max(j for j in range(len(row)) if int(row[j]) == int(row.min()))  # behind the padding, all at the lowest position
+    features: list[float] = []
+    for lag in mapper.spec.lexical_lags:
+        read = max(i - lag, first) if i >= first else i
+        table = None if mapper.spec.keys_rotated else mapper.spec.target.rope.table(0)
+        for half, turning in zip(first_layer, (table, None), strict=True):
+            for h in range(mapper.spec.target.n_heads):
+                features += turned(half[b, h, read].double().tolist(), turning, int(row[read]), True)
+    return features
+
+
+def reference_transfer(
+    mapper: Mapper, pairs: Pairs, positions: Tensor, first_layer: tuple[Tensor, Tensor] | None = None
+) -> Pairs:
     """The definition of a transfer, one token, head and feature at a time, in Python's own numbers."""
     spec = mapper.spec
     source, target = spec.source, spec.target
     batch, _, total, _ = pairs[0][0].shape
-    out = []
-    for t in range(target.n_layers):
+    out = [] if first_layer is None else [(first_layer[0].double(), first_layer[1].double())]
+    for t in spec.mapped_layers:
         halves = []
         for kind in KINDS:
             weight, bias = (part.double() for part in mapper._weights[kind, t])
+            if mapper._basis is not None:
+                weight = mapper._basis.double() @ weight
             result = torch.zeros(batch, target.n_heads, total, target.head_dim, dtype=torch.float64)
             for b in range(batch):
                 for i in range(total):
@@ -135,6 +162,8 @@ def reference_transfer(mapper: Mapper, pairs: Pairs, positions: Tensor) -> Pairs
                                     row = pairs[s][KINDS.index(read)][b, h, i].double().tolist()
                                     table = source.rope.table(s) if read == "keys" and not spec.keys_rotated else None
                                     features += turned(row, table, position, True)
+                        if first_layer is not None:
+                            features += lexical_features(mapper, first_layer, positions, b, i)
                         columns = range(head * target.head_dim, (head + 1) * target.head_dim)
                         if spec.support == "head":
                             made = torch.tensor(features, dtype=torch.float64) @ weight[head] + bias[list(columns)]

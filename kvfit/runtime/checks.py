@@ -1,0 +1,128 @@
+"""Whether caches, positions and ids fit a mapper's spec: refused before anything is computed or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError
+from kvfit.model import cache as caches
+from kvfit.spec import KINDS, ModelSpec
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_source(source: ModelSpec, pairs: Pairs, positions: Tensor | None = None) -> None:
+    """Refuse a source cache or positions that do not fit.
+
+    Args:
+        source: the source's spec.
+        pairs: keys and values per source layer, (B, H, T, D).
+        positions: (T,) or (B, T), or None.
+
+    Raises:
+        MismatchError: names the layer, kind and shape.
+    """
+    if len(pairs) != source.n_layers:
+        raise MismatchError(f"source cache: found {len(pairs)} layers, needed {source.n_layers} as {source.ref} has")
+    batch, _, total, _ = pairs[0][0].shape
+    for layer_index, pair in enumerate(pairs):
+        _check_pair(pair, f"of layer {layer_index}", (batch, source.n_heads, total, source.head_dim), pairs[0][0].dtype)
+    if positions is None:
+        return
+    if tuple(positions.shape) not in {(total,), (batch, total)}:
+        raise MismatchError(
+            f"positions: found shape {tuple(positions.shape)}, needed ({total},) or ({batch}, {total}) as the cache has"
+        )
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise MismatchError(f"positions: found {positions.dtype}, needed whole numbers")
+
+
+def _check_pair(pair: tuple[Tensor, Tensor], where: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for kind, tensor in zip(KINDS, pair, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise MismatchError(f"source cache, {kind} {where}: found shape {tuple(tensor.shape)}, needed {shape}")
+        if tensor.dtype != dtype or dtype not in DTYPES:
+            raise MismatchError(
+                f"source cache, {kind} {where}: found {tensor.dtype}, needed one of {', '.join(map(str, DTYPES))}, "
+                "the same for all layers"
+            )
+
+
+def check_target(
+    target: ModelSpec, cache: Any, batch: int, total: int, *, layers: Sequence[int] | None = None, name: str = "into"
+) -> int:
+    """Refuse a cache that is not the target's or has no room for `total` tokens.
+
+    Args:
+        target: the target's spec.
+        cache: the cache.
+        batch: sequences that it must have.
+        total: tokens that it must have room for.
+        layers: the target layers that it is asked for; default all.
+        name: what to call the cache in messages.
+
+    Returns:
+        The number of tokens that it holds.
+
+    Raises:
+        MismatchError: names the layer and what differs.
+    """
+    states = caches.layer_states(cache)
+    n_filled = sum(state.length > 0 for state in states)
+    if len(states) > target.n_layers or (layers is None and 0 < n_filled < target.n_layers):
+        n_found = f"{len(states)} layers" if len(states) > target.n_layers else f"{n_filled} layers with tokens"
+        raise MismatchError(
+            f"{name}: found {n_found}, needed {target.n_layers} as {target.ref} has: pass a cache of the target's own, "
+            "not the source's"
+        )
+    lengths = set()
+    for layer_index in range(target.n_layers) if layers is None else layers:
+        state = states[layer_index] if layer_index < len(states) else None
+        lengths.add(0 if state is None else state.length)
+        if state is None:
+            continue
+        where = f"{name}, layer {layer_index}"
+        if state.keys is not None:
+            found, needed = (*state.keys.shape[:2], state.keys.shape[3]), (batch, target.n_heads, target.head_dim)
+            if found != needed:
+                raise MismatchError(f"{where}: found batch, heads and head size {found}, needed {needed}")
+        if state.capacity is not None and total > state.capacity:
+            raise MismatchError(f"{where}: found room for {state.capacity} tokens, needed {total}")
+    if len(lengths) > 1:
+        raise MismatchError(f"{name}: found layers of {sorted(lengths)} tokens, needed one length")
+    return lengths.pop() if lengths else 0
+
+
+def check_first_layer(target: ModelSpec, pair: Any, batch: int, total: int) -> tuple[Tensor, Tensor]:
+    """The target's first layer as it was passed in: keys and values, (B, H, T, D).
+
+    Raises:
+        MismatchError: names the half and its shape.
+    """
+    if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(half, Tensor) for half in pair):
+        raise MismatchError(f"first_layer: found {type(pair).__name__}, needed a pair of tensors (keys, values)")
+    needed = (batch, target.n_heads, total, target.head_dim)
+    for kind, half in zip(KINDS, pair, strict=True):
+        if tuple(half.shape) != needed or half.dtype not in DTYPES:
+            raise MismatchError(f"first_layer, {kind}: found shape {tuple(half.shape)} of {half.dtype}, needed {needed}")
+    return pair[0], pair[1]
+
+
+def check_ids(input_ids: Any, batch: int, total: int) -> Tensor:
+    """The ids of the source cache's tokens, (B, T).
+
+    Raises:
+        MismatchError: names their shape or dtype.
+    """
+    if not isinstance(input_ids, Tensor) or tuple(input_ids.shape) != (batch, total):
+        found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise MismatchError(f"input_ids: found {found}, needed ({batch}, {total}) ids of the tokens in the source cache")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise MismatchError(f"input_ids: found {input_ids.dtype}, needed token ids as torch.int64")
+    return input_ids

@@ -1,0 +1,206 @@
+"""The inputs of the maps: one matrix for each chunk of tokens, its columns in the order that the spec gives.
+
+    source keys of the layers that are read, un-rotated | source values of the layers that are read | lexical inputs
+
+A map reads one or more runs of neighbouring columns of it. Lexical inputs are the keys (un-rotated) and values of the target's
+first layer, of the token itself and of tokens before it; see `MapperSpec.lexical_lags`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvfit.model.rope import angles, frequencies_of, turn_into
+from kvfit.spec import KINDS, Kind, MapperSpec, RopeTable
+
+Pairs = list[tuple[Tensor, Tensor]]
+Runs = tuple[tuple[int, int], ...]
+
+
+class Columns:
+    """Where the inputs stand in the matrix, and which columns each map reads.
+
+    Attributes:
+        read: per kind, the source layers whose keys or values any map reads, ascending.
+        block: features of one source layer in one row: H * D, or D where support is ``head``.
+        lexical: the first column of the lexical inputs.
+        width: columns of the matrix.
+        runs: per (kind, target layer), the columns that its map reads, as [start, stop) in the order of the weight's rows.
+    """
+
+    def __init__(self, spec: MapperSpec, wanted: Sequence[int]) -> None:
+        """Lay out the inputs of the maps of some target layers."""
+        full = spec.support == "full"
+        self.block = spec.source.width if full else spec.source.head_dim
+        self.read: dict[Kind, tuple[int, ...]] = {}
+        for kind in KINDS:
+            readers = KINDS if spec.inputs == "both" else (kind,)
+            chosen = {i for layer in wanted for reader in readers for i in spec.layer(reader, layer).source_layers}
+            self.read[kind] = tuple(sorted(chosen))
+        starts: dict[tuple[Kind, int], int] = {}
+        for kind in KINDS:
+            for layer_index in self.read[kind]:
+                starts[kind, layer_index] = len(starts) * self.block
+        self.starts = starts
+        self.lexical = len(starts) * self.block
+        self.width = self.lexical + len(spec.lexical_lags) * 2 * spec.target.width
+        self.runs: dict[tuple[Kind, int], Runs] = {}
+        for layer_index in wanted:
+            for kind in KINDS:
+                blocks = [
+                    (starts[read, i], starts[read, i] + self.block)
+                    for read in (KINDS if spec.inputs == "both" else (kind,))
+                    for i in spec.layer(kind, layer_index).source_layers
+                ]
+                self.runs[kind, layer_index] = _joined([*blocks, (self.lexical, self.width)])
+
+
+def _joined(blocks: list[tuple[int, int]]) -> Runs:
+    """Neighbouring blocks as one; empty ones left out."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in blocks:
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        elif stop > start:
+            runs.append((start, stop))
+    return tuple(runs)
+
+
+def moved_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on another device. The host waits only where it will read the copy itself."""
+    return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
+
+
+class Tables:
+    """The rotary tables of a mapper, each distinct one once, with its frequencies on every device that asked for them.
+
+    A mapper keeps one, so that a transfer hashes no spec and waits for no device. Models of one family usually share a table;
+    then source and target share the cosines and sines of a chunk too.
+    """
+
+    def __init__(self, spec: MapperSpec) -> None:
+        """Collect the tables of both models; none where keys stay rotated."""
+        self.tables: list[RopeTable] = []
+        self.source, self.target = (
+            [None if spec.keys_rotated else self._number(model.rope.table(i)) for i in range(model.n_layers)]
+            for model in (spec.source, spec.target)
+        )
+        self._kept: dict[tuple[int, torch.device], Tensor] = {}
+
+    def _number(self, table: RopeTable | None) -> int | None:
+        if table is None:
+            return None
+        if table not in self.tables:
+            self.tables.append(table)
+        return self.tables.index(table)
+
+    def frequencies(self, number: int, device: torch.device) -> Tensor:
+        """Inverse frequencies of a table, (R/2,) float32."""
+        key = (number, device)
+        if key not in self._kept:
+            with torch.inference_mode(False):  # the tensor outlives the call that makes it
+                self._kept[key] = frequencies_of(self.tables[number], device)
+        return self._kept[key]
+
+
+class Angles:
+    """Cosines and sines of one chunk's positions, made once for each table and device."""
+
+    def __init__(self, tables: Tables, positions: Tensor) -> None:
+        """Take positions (T,) or (B, T)."""
+        self._tables = tables
+        self._positions = positions
+        self._made: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def turn(self, out: Tensor, keys: Tensor, number: int, *, inverse: bool = False) -> None:
+        """Rotate keys (B, H, T, D) by a table into `out`, or take the rotation back; see `turn_into`."""
+        device = keys.device
+        table = self._tables.tables[number]
+        if (number, device) not in self._made:
+            frequencies = self._tables.frequencies(number, device)
+            self._made[number, device] = angles(table, moved_to(self._positions, device), frequencies=frequencies)
+        turn_into(out, keys, table, self._made[number, device], inverse=inverse)
+
+
+class Buffers:
+    """Working memory that one chunk after the other uses: fresh memory costs a page fault for every few thousand bytes."""
+
+    def __init__(self) -> None:
+        """Start with no memory."""
+        self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a tensor; valid until the same name is taken again."""
+        key = (name, dtype, device)
+        size = math.prod(shape)
+        if key not in self._kept or self._kept[key].numel() < size:
+            self._kept[key] = torch.empty(size, dtype=dtype, device=device)
+        return self._kept[key][:size].view(*shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sequences and tokens of one chunk."""
+
+    rows: slice
+    tokens: slice
+
+    def of(self, states: Tensor) -> Tensor:
+        """This part of keys or values, (B, H, T, D)."""
+        return states[self.rows, :, self.tokens]
+
+    def of_positions(self, positions: Tensor) -> Tensor:
+        """This part of (T,) or (B, T) positions."""
+        return positions[self.tokens] if positions.dim() == 1 else positions[self.rows, self.tokens]
+
+
+def parts(batch: int, total: int, chunk_tokens: int) -> Iterator[Part]:
+    """Chunks of at most `chunk_tokens` tokens: whole sequences together while they are short, else pieces of one.
+
+    Either way a chunk's rows lie one after another in a (B, T, ...) result.
+    """
+    if 0 < total <= chunk_tokens:
+        step = chunk_tokens // total
+        for first in range(0, batch, step):
+            yield Part(slice(first, min(first + step, batch)), slice(0, total))
+        return
+    for row in range(batch):
+        for start in range(0, total, chunk_tokens):
+            yield Part(slice(row, row + 1), slice(start, min(start + chunk_tokens, total)))
+
+
+def read_inputs(
+    out: Tensor,
+    spec: MapperSpec,
+    columns: Columns,
+    tables: Tables,
+    pairs: Pairs,
+    part: Part,
+    turns: Angles,
+    buffers: Buffers,
+) -> None:
+    """Write the source's inputs of one chunk into `out`: (1, n, width), or (H_source, n, width) where support is ``head``."""
+    heads, head_dim = spec.source.n_heads, spec.source.head_dim
+    batch, n_tokens = part.of(pairs[0][0]).shape[0:3:2]
+    seen = out.view(-1, batch, n_tokens, columns.width)  # (1 or H, B, T, width)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    for (kind, layer_index), start in columns.starts.items():
+        block = seen[..., start : start + columns.block]
+        if spec.support == "full":
+            features = block[0].view(batch, n_tokens, heads, head_dim).transpose(1, 2)  # (B, H, T, D)
+        else:
+            features = block.transpose(0, 1)
+        states = part.of(pairs[layer_index][KINDS.index(kind)])
+        number = tables.source[layer_index] if kind == "keys" else None
+        if number is None:
+            features.copy_(states, non_blocking=out.device.type != "cpu")
+            continue
+        turned = features if out.dtype == wide else buffers.take("unrotated", states.shape, wide, out.device)
+        turns.turn(turned, moved_to(states, out.device, wide), number, inverse=True)
+        if turned is not features:
+            features.copy_(turned)

@@ -1,0 +1,75 @@
+"""The models that a mapper has met: each is checked once, and again once its weights have changed."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Literal
+
+from kvfit.model.decoder import unwrapped
+from kvfit.model.first_layer import check_first_layer
+from kvfit.model.identity import WeightStamp, check_model, require_model
+from kvfit.spec import MapperSpec, ModelSpec
+
+Role = Literal["source", "target"]
+
+
+class KnownModels:
+    """Models that were checked, by role. Weak: a mapper must not keep a model alive. Threads may share it."""
+
+    def __init__(self, spec: MapperSpec) -> None:
+        """Know no model yet of the mapper with this spec."""
+        self._specs: dict[str, ModelSpec] = {"source": spec.source, "target": spec.target}
+        self._spec = spec
+        self._stamps: weakref.WeakKeyDictionary[Any, dict[str, WeightStamp]] = weakref.WeakKeyDictionary()
+        self._bound: weakref.ref[Any] | None = None
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many models are known."""
+        return len(self._stamps)
+
+    def copy(self) -> KnownModels:
+        """The same knowledge, for a mapper with its weights elsewhere."""
+        other = KnownModels(self._spec)
+        with self._lock:
+            other._stamps.update((model, dict(roles)) for model, roles in self._stamps.items())
+            other._bound = self._bound
+        return other
+
+    def check(self, role: Role, model: Any) -> None:
+        """Check a model unless it is known and unchanged; None is no model.
+
+        Raises:
+            MismatchError: names the model and the field that differs.
+        """
+        if model is None:
+            return
+        require_model(model, f"{role}_model")
+        with self._lock:
+            stamp = self._stamps.get(unwrapped(model), {}).get(role)
+        if stamp is None or not stamp.holds(model):
+            self.verify(role, model)
+
+    def verify(self, role: Role, model: Any, *tokenizer: Any) -> None:
+        """Check a model, and a tokenizer where one is given, whether it is known or not.
+
+        Raises:
+            MismatchError: names the model and the field that differs.
+            UnsupportedModelError: the mapper reads the target's first layer, which cannot be had without attention.
+        """
+        require_model(model, f"{role}_model")
+        check_model(self._specs[role], model, *tokenizer)
+        if role == "target" and self._spec.lexical_lags:
+            check_first_layer(model)
+        stamp = WeightStamp(model)
+        with self._lock:
+            self._stamps.setdefault(unwrapped(model), {})[role] = stamp
+
+    def bind(self, target_model: Any) -> None:
+        """Remember the target, for transfers that need its first layer."""
+        self._bound = weakref.ref(unwrapped(target_model))
+
+    def bound(self) -> Any:
+        """The target that was bound, None where there is none or it is gone."""
+        return None if self._bound is None else self._bound()

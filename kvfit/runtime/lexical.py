@@ -1,0 +1,124 @@
+"""The target's first layer: exact without attention, and an input of the maps of a spec with `lexical_lags`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError
+from kvfit.model.first_layer import first_layer as compute_first_layer
+from kvfit.runtime.checks import check_first_layer, check_ids
+from kvfit.runtime.features import Angles, Buffers, Pairs, Part, Tables, moved_to
+from kvfit.runtime.known import KnownModels
+from kvfit.spec import MapperSpec
+
+
+@dataclass(frozen=True)
+class FreeLayer:
+    """Where the target's first layer comes from; the arguments of `Mapper.transfer` of the same names.
+
+    Attributes:
+        model: the target, None for the one that the mapper is bound to.
+        input_ids: (B, T) of the tokens in the source's cache.
+        given: its keys and values, (B, H, T, D), in place of the other two.
+    """
+
+    model: Any
+    input_ids: Tensor | None
+    given: tuple[Tensor, Tensor] | None
+
+    def read(
+        self, spec: MapperSpec, models: KnownModels, pairs: Pairs, positions: Tensor, start: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of the last tokens, as many as the maps of tokens `start` to T - 1 read, (B, H, T', D).
+
+        Returns:
+            None for a mapper that does not read them.
+
+        Raises:
+            MismatchError: what was passed does not fit the source's cache, or is not enough.
+        """
+        batch, _, total, _ = pairs[0][0].shape
+        input_ids = None if self.input_ids is None else check_ids(self.input_ids, batch, total)
+        given = None if self.given is None else check_first_layer(spec.target, self.given, batch, total)
+        if not spec.lexical_lags:
+            return None
+        # A lag looks back from `start` at most so far, and a token with fewer before it reads one that is not earlier.
+        begin = max(0, min(start, total - 1) - spec.lexical_lags[-1])
+        if given is not None:
+            return given[0][:, :, begin:], given[1][:, :, begin:]
+        model = models.bound() if self.model is None else self.model
+        if model is None or input_ids is None:
+            missing = "input_ids" if input_ids is None else "target_model"
+            raise MismatchError(
+                f"{missing}: found none, needed the ids of the source cache's tokens "
+                "(input_ids=) and the target (target_model=, or mapper.bind(target_model=...)): this mapper reads the target's "
+                "first layer"
+            )
+        models.check("target", model)
+        return compute_first_layer(model, input_ids[:, begin:], positions.expand(batch, total)[:, begin:])
+
+
+class Lexical:
+    """The lexical inputs of one transfer: un-rotated keys and values of the target's first layer, and which token reads which.
+
+    A token reads the one `lag` places earlier. One that has fewer before it reads the first token of its sequence; how many it
+    has is the difference of its position to the smallest one, so that left padding is never read.
+    """
+
+    def __init__(
+        self,
+        spec: MapperSpec,
+        tables: Tables,
+        pair: tuple[Tensor, Tensor],
+        positions: Tensor,
+        start: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Un-rotate the first layer once, for all lags.
+
+        Args:
+            spec: the mapper's.
+            tables: the mapper's.
+            pair: the target's first layer over the last tokens of the sequence, keys and values (B, H, T - offset, D). The
+                offset is 0, or so large that the longest lag still fits before `start`.
+            positions: (T,) or (B, T), of all tokens.
+            start: the first token that is mapped.
+            dtype: of the inputs.
+            device: of the inputs.
+        """
+        keys, values = (moved_to(half, device) for half in pair)
+        batch, n_heads, held, head_dim = keys.shape
+        total = positions.shape[-1]
+        offset = total - held
+        self._rows = torch.empty(batch, held, 2, n_heads, head_dim, dtype=dtype, device=device)
+        seen_keys, seen_values = (self._rows[:, :, half].transpose(1, 2) for half in (0, 1))
+        seen_values.copy_(values)
+        number = tables.target[0]
+        if number is None:
+            seen_keys.copy_(keys)
+        else:
+            wide = torch.promote_types(dtype, torch.float32)
+            turned = torch.empty(keys.shape, dtype=wide, device=device)
+            Angles(tables, positions[..., offset:]).turn(turned, keys.to(wide), number, inverse=True)
+            seen_keys.copy_(turned)
+        self._rows = self._rows.view(batch * held, 2 * spec.target.width)
+        positions = moved_to(positions, device).expand(batch, total)
+        earlier = (positions - positions.amin(-1, keepdim=True))[:, start:]  # tokens of the sequence before each
+        own = torch.arange(start - offset, held, device=device)
+        first_row = torch.arange(batch, device=device)[:, None] * held
+        # (lags, B, T - start): rows of the matrix above.
+        self._index = torch.stack([first_row + (own - earlier.clamp(max=lag)).clamp(min=0) for lag in spec.lexical_lags])
+
+    def write(self, out: Tensor, part: Part, buffers: Buffers) -> None:
+        """Write one chunk's inputs into `out`, (n, lags * 2 * H * D) and any strides, n the chunk's tokens."""
+        width = self._rows.shape[1]
+        for place, index in enumerate(self._index):
+            index = index[part.rows, part.tokens].reshape(-1)
+            found = buffers.take("lexical", (len(index), width), out.dtype, out.device)
+            torch.index_select(self._rows, 0, index, out=found)
+            out[:, place * width : (place + 1) * width] = found
