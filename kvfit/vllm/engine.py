@@ -55,8 +55,8 @@ class Engine:
         block = group.kv_cache_spec.block_size
         if self._block_tokens != block:
             raise UnsupportedModelError(
-                f"attention cache: found blocks of {self._block_tokens} tokens in the kernel and of {block} in the engine, needed "
-                f"one size: start it with --block-size {self._block_tokens}"
+                f"attention cache: found blocks of {self._block_tokens} tokens in the kernel and of {block} in the engine, "
+                f"needed one size: start it with --block-size {self._block_tokens}"
             )
         for name, layer in zip(names, self.layers, strict=True):
             if layer.kv_cache.shape[1:] != first.kv_cache.shape[1:] or layer.kv_sharing_target_layer_name is not None:

@@ -81,7 +81,7 @@ def test_the_wrong_layout_does_not_read_the_same():
 
 
 def test_a_cache_that_loses_numbers_is_refused():
-    def store_keys_only(keys, values, cache, slots):
+    def store_keys_only(keys, values, cache, slots):  # noqa: ARG001
         store_split(keys, keys, cache, slots)
 
     def store_with_scales(keys, values, cache, slots):

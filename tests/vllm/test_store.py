@@ -102,7 +102,7 @@ def test_a_store_of_ones_own(tmp_path, monkeypatch):
     assert store.options == {"host": "somewhere"}
     with pytest.raises(MismatchError, match="put, get and has"):
         open_store("their_store:nothing", 1, {})
-    with pytest.raises(MismatchError, match="package.module:factory"):
+    with pytest.raises(MismatchError, match="needed a folder or"):
         open_store("their_store:missing", 1, {})
     assert isinstance(open_store(str(tmp_path / "folder"), 10, {}), FolderStore)
 
