@@ -29,7 +29,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvfit.fit.evaluate.recall import codes, list_text, question_text
+from kvfit.fit.evaluate.questions import codes, list_text, question_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "demo-corpus"

@@ -32,7 +32,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from kvfit.fit.evaluate.recall import NAMES, codes, list_text, question_text
+from kvfit.fit.evaluate.questions import NAMES, codes, list_text, question_text
 
 DEMO = ROOT / "kvfit" / "demo"
 # Per model: (until this step, tokens a sequence, share of repeating blocks, share of drills); the rest are documents. The

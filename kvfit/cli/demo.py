@@ -80,11 +80,11 @@ def _said(bundle: Path) -> dict[str, str]:
     text = next(documents(TextOptions(HELDOUT)))
     ids = target.tokenizer(text, return_tensors="pt")["input_ids"][:, :256].to(target.model.device)
     pair = arms.Pair(source.model, target.model, mapper)
-    sources = arms.source_pairs(pair, ids[:, :-1])
-    moved = handoff(mapper, target.model, ids, sources, recompute=RECOMPUTE, guide=source.model)
+    prefixes = arms.Prefixes(pair, ids[:, :-1])
+    moved = handoff(mapper, target.model, ids, prefixes.sources, recompute=RECOMPUTE, guide=source.model)
     caches = {
-        "source": (source.model, arms.prefix_cache(pair, "source", ids[:, :-1], None)),
-        "native": (target.model, arms.prefix_cache(pair, "native", ids[:, :-1], None)),
+        "source": (source.model, prefixes.cache("source")),
+        "native": (target.model, prefixes.cache("native")),
         "handoff": (target.model, moved.cache),
     }
     said = {name: arms.answer(model, cache, moved.remaining_ids, SHOWN_TOKENS) for name, (model, cache) in caches.items()}

@@ -24,9 +24,9 @@ import torch
 import kvfit
 from kvfit.fit.capture.text import TextOptions, documents, sequences
 from kvfit.fit.evaluate.arms import Pair, source_pairs
-from kvfit.fit.evaluate.ask import ask
 from kvfit.fit.evaluate.likelihood import likelihood
-from kvfit.fit.evaluate.recall import PROBE_KINDS, Probe, probes
+from kvfit.fit.evaluate.questions import PROBE_KINDS, Probe, probes
+from kvfit.fit.evaluate.recall import ask
 from kvfit.model.identity import describe_model
 from kvfit.model.rope import angles, unrotate
 from kvfit.runtime.mapper import Mapper
@@ -118,7 +118,7 @@ def maps(pair: Pair, ids: torch.Tensor) -> Iterator[tuple[str, Callable[[], Mapp
 def shares(pair: Pair, tokenizer: Any, asked: list[Probe], arms: tuple[Any, ...]) -> list[str]:
     """Right answers of each arm."""
     found = ask(pair, tokenizer, asked, arms, progress=False)
-    return [f"{sum(found[arm])} of {len(found[arm])}" for arm in arms]
+    return [f"{sum(answer.exact for answer in found[arm])} of {len(found[arm])}" for arm in arms]
 
 
 def main() -> None:

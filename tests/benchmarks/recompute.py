@@ -21,7 +21,7 @@ from torch import Tensor
 from kvfit import handoff
 from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture.text import TextOptions, documents
-from kvfit.fit.evaluate import arms, recall
+from kvfit.fit.evaluate import arms, questions
 from kvfit.model import cache as caches
 from kvfit.runtime.recompute import WINDOW_TOKENS
 
@@ -81,7 +81,7 @@ def main() -> None:
     texts = [text for text in documents(TextOptions("demo:heldout")) if "[Codes" not in text and "[Recall" not in text]
     long = [text for text in texts if len(tokenizer(text)["input_ids"]) >= options.prefix + options.continuation]
 
-    asked = recall.probes(tokenizer, long, count=options.probes, context_tokens=options.prefix)
+    asked = questions.probes(tokenizer, long, count=options.probes, context_tokens=options.prefix)
     right: dict[tuple[str, float], int] = {}
     seconds: dict[float, list[float]] = {budget: [] for budget in options.budgets}
     prefill = []

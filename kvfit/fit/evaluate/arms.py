@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -108,54 +109,105 @@ def target_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
     return caches.read_cache(cache)
 
 
+@torch.no_grad()
+def mapped_pairs(pair: Pair, prefix_ids: Tensor, sources: Pairs) -> Pairs:
+    """The map of the source's keys and values of a prefix (B, P), per target layer."""
+    return pair.mapper.transfer_layers(sources, target_model=pair.target, **lexical(pair.mapper, prefix_ids))
+
+
+def lexical(mapper: Mapper, prefix_ids: Tensor) -> dict[str, Any]:
+    """The arguments that a map with lexical inputs needs beside the source's cache; none for other maps."""
+    return {"input_ids": prefix_ids} if mapper.spec.lexical_lags else {}
+
+
 def raw_allowed(mapper: Mapper) -> bool:
     """Whether the source's cache has the target's shape."""
     source, target = mapper.spec.source, mapper.spec.target
     return (source.n_layers, source.n_heads, source.head_dim) == (target.n_layers, target.n_heads, target.head_dim)
 
 
-@torch.no_grad()
-def prefix_cache(
-    pair: Pair,
-    arm: Arm,
-    prefix_ids: Tensor,
-    sources: Pairs | None,
-    other: Pairs | None = None,
-    *,
-    mean: Pairs | None = None,
-    next_ids: Tensor | None = None,
-) -> Any:
-    """The target's (or source's) cache over a prefix (B, P), made as the arm says; None for `no_context`.
+class Prefixes:
+    """A batch of prefixes, and what the arms share: the source's cache and its map are made once, when first needed."""
 
-    Args:
-        pair: models and mapper.
-        arm: which arm.
-        prefix_ids: (B, P).
-        sources: the source's keys and values of the prefix; not needed by `native`, `source` and `no_context`.
-        other: those of other documents of the same length, for `shuffled`.
-        mean: what `mean_pairs` gave, for `mean`; by default the mean over `sources`.
-        next_ids: (B, Q) what comes after the prefix, which guides the recompute of `handoff`; never cached here.
+    def __init__(
+        self,
+        pair: Pair,
+        ids: Tensor,
+        *,
+        other: Prefixes | None = None,
+        mean: Pairs | None = None,
+        sources: Pairs | None = None,
+    ) -> None:
+        """Nothing runs yet.
 
-    Raises:
-        MismatchError: the arm needs `sources` or `other`.
-    """
-    if arm == "no_context":
-        return None
-    if arm in ("native", "source"):
-        model = pair.target if arm == "native" else pair.source
-        cache = caches.new_cache(model)
-        caches.forward(model, prefix_ids.to(input_device(model)), cache, base=True)
-        return cache
-    given = other if arm == "shuffled" else sources
-    if given is None:
-        raise MismatchError(f"arm {arm}: found no source cache, needed one of {prefix_ids.shape[1]} tokens")
-    if arm == "handoff":
-        return _moved(pair, prefix_ids, given, next_ids)
-    if arm == "raw":
-        return filled(pair.target, given)
-    if arm == "mean":
-        return _spread(pair, mean or mean_pairs(pair, given), *prefix_ids.shape)
-    return pair.mapper.transfer(given, into=caches.new_cache(pair.target))
+        Args:
+            pair: models and mapper.
+            ids: (B, P) token ids.
+            other: other documents of the same length, for `shuffled`; default the batch's own, each row the one before it.
+            mean: what `mean_pairs` gave, for `mean`; default the mean over this batch.
+            sources: the source's keys and values of the prefixes, where they are known already.
+        """
+        self.pair, self.ids, self.other, self.mean = pair, ids, other, mean
+        if sources is not None:
+            self.sources = sources
+
+    @cached_property
+    def sources(self) -> Pairs:
+        """The source's keys and values."""
+        return source_pairs(self.pair, self.ids)
+
+    @cached_property
+    def mapped(self) -> Pairs:
+        """Their map."""
+        return mapped_pairs(self.pair, self.ids, self.sources)
+
+    @torch.no_grad()
+    def cache(self, arm: Arm, *, next_ids: Tensor | None = None, rows: Tensor | None = None) -> Any:
+        """A new cache of the target (or source) over the prefixes, made as the arm says; None for `no_context`.
+
+        Args:
+            arm: which arm.
+            next_ids: (R, Q) what comes after each prefix, which guides the recompute of `handoff`; never cached here.
+            rows: (R,) the prefixes to make it of, in this order and as often as they are named; default each once.
+
+        Raises:
+            MismatchError: `shuffled` with one prefix and no other.
+        """
+        pair = self.pair
+        rows = torch.arange(len(self.ids)) if rows is None else rows
+        if arm == "no_context":
+            return None
+        if arm == "native" or (arm == "source" and self.sources[0][0].dtype != caches.cache_dtype(pair.source)):
+            model = model_of(pair, arm)
+            cache = caches.new_cache(model)
+            caches.forward(model, self.ids.to(input_device(model)), cache, base=True)
+            return selected(cache, rows)
+        if arm == "source":
+            return filled(pair.source, _rows(self.sources, rows))
+        if arm == "raw":
+            return filled(pair.target, _rows(self.sources, rows))
+        if arm == "handoff":
+            return _moved(pair, self.ids[rows], _rows(self.sources, rows), next_ids)
+        if arm == "mean":
+            return _spread(pair, self.mean or mean_pairs(pair, self.mapped), len(rows), self.ids.shape[1])
+        if arm == "shuffled":
+            if self.other is None and len(self.ids) < 2:
+                raise MismatchError("arm shuffled: found one document, needed another whose cache can be given instead")
+            wrong = [(k.roll(1, 0), v.roll(1, 0)) for k, v in self.mapped] if self.other is None else self.other.mapped
+            return filled(pair.target, _rows(wrong, rows))
+        return filled(pair.target, _rows(self.mapped, rows))
+
+
+def _rows(pairs: Pairs, rows: Tensor) -> Pairs:
+    return [(keys[rows.to(keys.device)], values[rows.to(values.device)]) for keys, values in pairs]
+
+
+def selected(cache: Any, rows: Tensor) -> Any:
+    """A cache with the given sequences of another one, which is used up."""
+    if not torch.equal(rows, torch.arange(len(cache.layers[0].keys))):
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
+    return cache
 
 
 def _moved(pair: Pair, prefix_ids: Tensor, sources: Pairs, next_ids: Tensor | None) -> Any:
@@ -184,13 +236,13 @@ def filled(model: Any, pairs: Pairs) -> Any:
 
 
 @torch.no_grad()
-def mean_pairs(pair: Pair, sources: Pairs) -> Pairs:
+def mean_pairs(pair: Pair, mapped: Pairs) -> Pairs:
     """Per layer the mean mapped keys (un-rotated) and values over all tokens of all sequences given, each (1, H, 1, D).
 
     Taken over several documents it is the map's bias about the centre of its inputs: the right mean, and no content.
     """
     out = []
-    for layer_index, (keys, values) in enumerate(pair.mapper.transfer_layers(sources)):
+    for layer_index, (keys, values) in enumerate(mapped):
         table = pair.mapper.spec.target.rope.table(layer_index)
         if table is not None:
             keys = unrotate(keys, table, angles(table, torch.arange(keys.shape[2], device=keys.device)))

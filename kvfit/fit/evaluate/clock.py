@@ -107,16 +107,17 @@ def milliseconds(pair: arms.Pair, prefix_ids: Tensor, *, effort: Effort | None =
     rows = []
     for length in tqdm(lengths_up_to(prefix_ids.shape[1]), desc="time", disable=None if progress else True):
         ids = prefix_ids[:, :length]
-        sources = arms.source_pairs(pair, ids)
+        prefixes = arms.Prefixes(pair, ids)
+        sources = prefixes.sources
 
         def transfer(ids: Tensor = ids, sources: arms.Pairs = sources) -> None:
-            arms.prefix_cache(pair, "transfer", ids, sources)
+            pair.mapper.transfer(sources, into=caches.new_cache(pair.target), **arms.lexical(pair.mapper, ids))
 
-        def moved(ids: Tensor = ids, sources: arms.Pairs = sources) -> None:
-            arms.prefix_cache(pair, "handoff", ids, sources)
+        def moved(prefixes: arms.Prefixes = prefixes) -> None:
+            prefixes.cache("handoff")
 
-        def prefill(ids: Tensor = ids) -> None:
-            arms.prefix_cache(pair, "native", ids, None)
+        def prefill(prefixes: arms.Prefixes = prefixes) -> None:
+            prefixes.cache("native")
 
         row: dict[str, Any] = {"tokens": length}
         for name, run in (("transfer", transfer), ("handoff", moved), ("prefill", prefill)):
@@ -140,10 +141,14 @@ def _reused(
 ) -> dict[str, dict[str, float | int]]:
     """The same where the target holds the first half of the tokens already."""
     half = ids.shape[1] // 2
-    held = arms.Rewindable(arms.prefix_cache(pair, "native", ids[:, :half], None))
+    held = arms.Rewindable(arms.Prefixes(pair, ids[:, :half]).cache("native"))
     rest = ids[:, half:].to(input_device(pair.target))
     return {
-        "reused_transfer": timed(lambda: pair.mapper.transfer(sources, into=held.fresh(pair.target)), devices, effort),
+        "reused_transfer": timed(
+            lambda: pair.mapper.transfer(sources, into=held.fresh(pair.target), **arms.lexical(pair.mapper, ids)),
+            devices,
+            effort,
+        ),
         "reused_prefill": timed(lambda: caches.forward(pair.target, rest, held.fresh(pair.target), base=True), devices, effort),
     }
 

@@ -196,8 +196,8 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
         prefix_ids = part[:, :covered]
         sources = arms.source_pairs(pair, prefix_ids)
         own = arms.target_pairs(pair, prefix_ids)
-        mapped = pair.mapper.transfer_layers(sources)
-        naive = rotated.transfer_layers(sources) if rotated is not None else None
+        mapped = arms.mapped_pairs(pair, prefix_ids, sources)
+        naive = None if rotated is None else rotated.transfer_layers(sources, **arms.lexical(rotated, prefix_ids))
         for layer_index in range(n_layers):
             table = spec.target.rope.table(layer_index)
             for kind, ours, theirs in zip(KINDS, mapped[layer_index], own[layer_index], strict=True):

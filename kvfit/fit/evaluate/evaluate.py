@@ -24,14 +24,14 @@ from kvfit.fit.capture.recipe import public_name
 from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm
-from kvfit.fit.evaluate.ask import pooled, recall_table
 from kvfit.fit.evaluate.clock import Effort, milliseconds
 from kvfit.fit.evaluate.curves import pictures
 from kvfit.fit.evaluate.diagnose import Diagnosis, diagnose
 from kvfit.fit.evaluate.heldout import fillers, heldout
 from kvfit.fit.evaluate.intervals import share_interval, share_of_gap
 from kvfit.fit.evaluate.likelihood import Scores, likelihood
-from kvfit.fit.evaluate.recall import PROBE_KINDS, ProbeKind
+from kvfit.fit.evaluate.questions import PROBE_KINDS, ProbeKind
+from kvfit.fit.evaluate.recall import pooled, recall_table
 from kvfit.fit.evaluate.report import written
 from kvfit.fit.evaluate.turns import drift
 from kvfit.fit.evaluate.verdict import Reasons, Thresholds, control_lead, judge, judge_map
@@ -54,7 +54,7 @@ class Options:
         continuation: tokens scored after it.
         documents: how many documents.
         probes: how many recall questions of each kind; 0 for none.
-        probe_kinds: see `kvfit.fit.evaluate.recall`.
+        probe_kinds: see `kvfit.fit.evaluate.questions`.
         greedy: tokens of the greedy continuation that is compared with native's; 0 for none.
         diagnose: documents that layers and heads are diagnosed on; 0 for none.
         turns: turns of the target in a conversation that goes back and forth; 0 for none.
@@ -304,7 +304,10 @@ class _Measured:
             greedy_tokens=options.greedy,
             progress=self.progress,
         )
-        return {arm: _row(scores, arm, options) | {"recall": recalled.get(arm, {}).get("recall")} for arm in scores}
+        return {
+            arm: _row(scores, arm, options) | {name: recalled.get(arm, {}).get(name) for name in ("recall", "log_probability")}
+            for arm in scores
+        }
 
     def recall(self, prefix: int, fillers: list[str]) -> dict[str, Any]:
         """Per probe kind what `evaluation.json` says of it."""
@@ -319,6 +322,7 @@ class _Measured:
             count=options.probes,
             context_tokens=prefix - 1,
             able_from=options.thresholds.recall_native,
+            batch_size=options.batch_size,
             resamples=options.resamples,
             seed=options.seed,
             progress=self.progress,

@@ -143,8 +143,7 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
         ids = torch.tensor([prompt])
         if len(prompt) < 2 or self.arm == "no_context":
             return arms.Rewindable(None)
-        sources = None if self.arm in ("native", "source") else arms.source_pairs(self.pair, ids[:, :-1])
-        return arms.Rewindable(arms.prefix_cache(self.pair, self.arm, ids[:, :-1], sources, next_ids=ids[:, -1:]))
+        return arms.Rewindable(arms.Prefixes(self.pair, ids[:, :-1]).cache(self.arm, next_ids=ids[:, -1:]))
 
     def _loglikelihood_tokens(
         self,

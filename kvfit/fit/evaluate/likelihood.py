@@ -79,20 +79,17 @@ def likelihood(
     """
     chosen = [arm for arm in arms.ARMS if arm != "raw" or arms.raw_allowed(pair.mapper)]
     parts: dict[Arm, _Parts] = {arm: _Parts() for arm in chosen}
-    mean = arms.mean_pairs(pair, arms.source_pairs(pair, ids[:MEAN_DOCUMENTS, : prefix - 1]))
+    mean = arms.mean_pairs(pair, arms.Prefixes(pair, ids[:MEAN_DOCUMENTS, : prefix - 1]).mapped)
     batches = torch.split(torch.arange(len(ids)), batch_size)
     for rows in tqdm(batches, desc=f"likelihood, {prefix} tokens", disable=None if progress else True):
-        part, prefix_ids = ids[rows], ids[rows, : prefix - 1]
-        sources = arms.source_pairs(pair, prefix_ids)
-        if len(rows) > 1:  # the neighbour in the batch is the wrong document, else the next of all
-            other = [(keys.roll(1, 0), values.roll(1, 0)) for keys, values in sources]
-        else:
-            other = arms.source_pairs(pair, ids[(rows + 1) % len(ids), : prefix - 1])
+        part = ids[rows]
+        # The neighbour in the batch is the wrong document; a document alone in its batch takes the next of all.
+        other = None if len(rows) > 1 else arms.Prefixes(pair, ids[(rows + 1) % len(ids), : prefix - 1])
+        prefixes = arms.Prefixes(pair, part[:, : prefix - 1], other=other, mean=mean)
         reference: _Reference | None = None
         for arm in chosen:
             model = arms.model_of(pair, arm)
-            made = arms.prefix_cache(pair, arm, prefix_ids, sources, other, mean=mean, next_ids=part[:, prefix - 1 : prefix])
-            cache = arms.Rewindable(made)
+            cache = arms.Rewindable(prefixes.cache(arm, next_ids=part[:, prefix - 1 : prefix]))
             if reference is None:
                 reference = _Reference(pair, cache, part, prefix, greedy_tokens)
             reference.score(parts[arm], model, cache)

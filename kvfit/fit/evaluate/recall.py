@@ -1,223 +1,255 @@
-"""Recall probes: questions whose answer only the context holds.
+"""Recall: which arms answer questions about the context, exactly and how surely, by kind and by where the fact stood.
 
-Likelihood can improve while nothing of the context is transferred; a fact that was drawn at random and stands nowhere but in
-the context cannot be guessed. Each probe hides facts in natural text and asks for one of them:
-
-    names     a list of names with random codes, asked by name
-    list      lines of random keys and values, asked by key
-    sentence  a sentence hidden in the text, asked by its beginning
-    two-hop   two sentences far apart, of which the second holds the answer and the first says where to look
+An answer is scored by one pass over the question and the answer together. It is exact where greedy decoding would give its
+tokens and then end the word; its log-probability tells maps apart long before exact answers do.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from itertools import groupby
+from typing import Any
 
-from kvfit.errors import MismatchError, TextError
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 
-ProbeKind = Literal["names", "list", "sentence", "two-hop"]
-PROBE_KINDS: tuple[ProbeKind, ...] = get_args(ProbeKind)
+from kvfit.errors import TextError
+from kvfit.fit.evaluate import arms
+from kvfit.fit.evaluate.arms import Arm, Prefixes
+from kvfit.fit.evaluate.intervals import cluster_interval
+from kvfit.fit.evaluate.questions import Probe, ProbeKind, probes
+from kvfit.model import cache as caches
+from kvfit.model.decoder import input_device
 
-NAMES = (
-    "Adam Agnes Alan Alice Amos Anna Arthur Basil Boris Bruno Clara Conrad Daisy Daniel David Dora Edgar Edith "
-    "Emma Ernest Esther Felix Flora Frank George Grace Hannah Harold Helen Hugo Irene Isaac Jacob James Joan Julia "
-    "Karl Laura Leo Lewis Lucy Marcus Martha Mary Max Naomi Nora Oliver Oscar Paul Peter Rachel Rose Ruth Samuel "
-    "Sarah Simon Sophia Stella Susan Thomas Victor Walter William"
-).split()
-COLOURS = "amber black blue brown copper golden green grey orange purple red silver white yellow".split()
-WORDS = (
-    "anchor apple arrow barrel basket bell bridge button candle castle chain clock coral cotton crown drum feather "
-    "forest garden glass hammer harbour horse island kettle ladder lantern lemon marble meadow mirror mountain needle "
-    "orchard paper pepper pillow ribbon river saddle shadow silver spoon stone thunder tiger velvet violin wagon window"
-).split()
-
-# The end of the context is left free of facts: there, an answer would come from tokens that any arm has next to the question.
-LAST_DEPTH = 0.9
-MOST_ENTRIES, LEAST_ENTRIES = 8, 2
-
-
-def codes(rng: random.Random, count: int, digits: int = 2) -> list[tuple[str, str]]:
-    """`count` different names, each with a random code."""
-    return [(name, "".join(str(rng.randrange(10)) for _ in range(digits))) for name in rng.sample(NAMES, count)]
-
-
-def list_text(pairs: Sequence[tuple[str, str]]) -> str:
-    """The list as it stands in the context."""
-    return "[Codes: " + "; ".join(f"{name} {code}" for name, code in pairs) + "]"
-
-
-def question_text(name: str, code: str = "") -> str:
-    """A question with its answer, or the open question where `code` is empty."""
-    return f"[Recall {name} {code}]" if code else f"[Recall {name}"
+AFTER_NATIVE: tuple[Arm, ...] = ("source", "transfer", "handoff", "mean", "shuffled")
+DEPTHS = ("first third", "middle third", "last third")
+# One in each third of the context, where a kind hides several facts.
+QUESTIONS_PER_CONTEXT = 3
 
 
 @dataclass(frozen=True)
-class Probe:
-    """One question.
+class Answered:
+    """How one arm answers one question.
 
     Attributes:
-        kind: of the probe.
-        document: number of the context; questions about one context share it.
-        depth: where the fact begins, as a share of the context; of two facts, the earlier one.
-        context_ids: what the moved cache covers.
-        question_ids: what the target runs itself.
-        answer: what it has to say next, exactly, white space aside.
-        answer_ids: the answer's tokens, to know how many to generate.
+        exact: greedy decoding gives the answer's tokens, and what follows does not go on with the same word.
+        log_probability: mean over the answer's tokens, in nats.
     """
 
-    kind: ProbeKind
-    document: int
-    depth: float
-    context_ids: tuple[int, ...]
-    question_ids: tuple[int, ...]
-    answer: str
-    answer_ids: tuple[int, ...]
-
-    def is_answered(self, said: str) -> bool:
-        """Whether a greedy continuation begins with the answer, and not with a longer word that begins so."""
-        said = said.lstrip()
-        return said.startswith(self.answer) and not said[len(self.answer) : len(self.answer) + 1].isalnum()
+    exact: bool
+    log_probability: float
 
 
-@dataclass(frozen=True)
-class _Planted:
-    """Facts to hide, each at a depth of its own, and questions: (question, answer, facts that it needs)."""
-
-    facts: Sequence[str]
-    questions: Sequence[tuple[str, str, tuple[int, ...]]]
+Answers = dict[Arm, list[Answered]]
 
 
-def _names(rng: random.Random, n_entries: int) -> _Planted:
-    pairs = codes(rng, n_entries)
-    return _Planted([f"\n{list_text(pairs)}\n"], [(f"\n{question_text(name)}", code, (0,)) for name, code in pairs])
-
-
-def _list(rng: random.Random, n_entries: int) -> _Planted:
-    keys = rng.sample([f"{colour}-{word}" for colour in COLOURS for word in WORDS], n_entries)
-    pairs = [(key, f"{rng.randrange(1000, 10000)}") for key in keys]
-    listed = "\n" + "".join(f"{key}: {value}\n" for key, value in pairs)
-    return _Planted([listed], [(f"\n{key}:", value, (0,)) for key, value in pairs])
-
-
-def _sentence(rng: random.Random, n_entries: int) -> _Planted:
-    pairs = list(zip(rng.sample(NAMES, n_entries), rng.sample(WORDS, n_entries), strict=True))
-    asked = [f" The secret word of {name} is" for name, _ in pairs]
-    facts = [f"{question} {word}." for question, (_, word) in zip(asked, pairs, strict=True)]
-    return _Planted(facts, [(asked[i], word, (i,)) for i, (_, word) in enumerate(pairs)])
-
-
-def _two_hop(rng: random.Random, n_entries: int) -> _Planted:
-    names, colours = rng.sample(NAMES, n_entries), rng.sample(COLOURS, n_entries)
-    held = [f"{rng.randrange(1000, 10000)}" for _ in names]
-    first = [f" {name} owns the {colour} box." for name, colour in zip(names, colours, strict=True)]
-    second = [f" The {colour} box holds the number {value}." for colour, value in zip(colours, held, strict=True)]
-    questions = [(f" The box that {name} owns holds the number", held[i], (i, n_entries + i)) for i, name in enumerate(names)]
-    return _Planted([*first, *second], questions)
-
-
-_PLANTERS = {"names": _names, "list": _list, "sentence": _sentence, "two-hop": _two_hop}
-
-
-def probes(
+def ask(
+    pair: arms.Pair,
     tokenizer: Any,
-    fillers: Sequence[str],
+    asked: Sequence[Probe],
+    chosen: Sequence[Arm],
     *,
-    kind: ProbeKind = "names",
-    count: int,
-    context_tokens: int,
-    n_entries: int = MOST_ENTRIES,
-    per_context: int = 1,
-    seed: int = 0,
-) -> list[Probe]:
-    """`count` probes of one kind; the depths of their facts are spread over the context.
+    batch_size: int = 8,
+    progress: bool = True,
+) -> Answers:
+    """How each arm answers each question.
 
     Args:
+        pair: models and mapper.
         tokenizer: of both models.
-        fillers: natural text to hide the facts in; used in turn.
-        kind: see the module.
-        count: how many questions.
-        context_tokens: exact length of each context.
-        n_entries: facts in each context; fewer where the context is too short for so many.
-        per_context: questions about each context.
-        seed: of names, codes, and where the facts stand.
+        asked: the questions; those about one context next to each other, all contexts of one length.
+        chosen: arms to ask. `shuffled` answers from another question's context, so at chance.
+        batch_size: questions per forward pass, and contexts per prefill.
+        progress: show a bar.
 
     Raises:
-        TextError: the context is too short for two facts, or a filler is shorter than a context.
-        MismatchError: a number below 1.
+        TextError: `shuffled` with a single context.
     """
-    if min(count, per_context) < 1 or n_entries < LEAST_ENTRIES:
-        raise MismatchError(
-            f"probes: found count {count}, per_context {per_context}, n_entries {n_entries}, needed at least 1, 1 and "
-            f"{LEAST_ENTRIES}"
-        )
-    if not fillers:
-        raise TextError("probes: found no text to hide facts in, needed some")
-    # A string's own seed: Python's hash of it differs between processes.
-    rng = random.Random(f"{seed}/{kind}/{context_tokens}")
-    n_contexts = -(-count // per_context)
-    out: list[Probe] = []
-    for document in range(n_contexts):
-        filler = fillers[document % len(fillers)]
-        lowest, highest = document / n_contexts, (document + 1) / n_contexts
-        planted, context, starts = _context(tokenizer, rng, kind, filler, context_tokens, n_entries, (lowest, highest))
-        for question, answer, needs in rng.sample(
-            planted.questions, min(per_context, len(planted.questions), count - len(out))
-        ):
-            out.append(
-                Probe(
-                    kind=kind,
-                    document=document,
-                    depth=min(starts[fact] for fact in needs) / context_tokens,
-                    context_ids=context,
-                    question_ids=tuple(_ids(tokenizer, question)),
-                    answer=answer,
-                    answer_ids=tuple(_ids(tokenizer, f" {answer}")),
-                )
-            )
+    answers: Answers = {arm: [] for arm in chosen}
+    contexts = [list(group) for _, group in groupby(asked, key=lambda probe: probe.document)]
+    if "shuffled" in chosen and len(contexts) < 2:
+        raise TextError("probes: found one context, needed two or more so that one can be the wrong document")
+    # As many contexts at a time as their questions fit into one pass, but two at least, so that each has a wrong one.
+    size = max(2, batch_size // max(map(len, contexts)))
+    batches = list(_batches(contexts, size))
+    for batch in tqdm(batches, desc=f"recall, {asked[0].kind}", disable=None if progress else True):
+        prefixes = Prefixes(pair, torch.tensor([group[0].context_ids for group in batch]))
+        if len(batch) < 2:
+            prefixes.other = Prefixes(pair, torch.tensor([contexts[0][0].context_ids]))
+        questions = [probe for group in batch for probe in group]
+        rows = torch.tensor([number for number, group in enumerate(batch) for _ in group])
+        for arm in chosen:
+            answers[arm] += _answered(prefixes, arm, questions, rows, tokenizer)
+    return answers
+
+
+def _batches(contexts: Sequence[list[Probe]], size: int) -> Iterator[Sequence[list[Probe]]]:
+    return (contexts[begin : begin + size] for begin in range(0, len(contexts), size))
+
+
+@torch.no_grad()
+def _answered(prefixes: Prefixes, arm: Arm, questions: Sequence[Probe], rows: Tensor, tokenizer: Any) -> list[Answered]:
+    """One arm's answers to the questions about a batch of contexts; `rows` says which context each is about."""
+    model = arms.model_of(prefixes.pair, arm)
+    out: dict[int, Answered] = {}
+    # What is recomputed depends on the question, and the guide reads it without padding: one length at a time.
+    guided = arm == "handoff" and bool(prefixes.pair.recompute)
+    for group in _of_one_length(questions) if guided else [list(range(len(questions)))]:
+        chosen = [questions[number] for number in group]
+        next_ids = torch.tensor([probe.question_ids for probe in chosen]) if guided else None
+        cache = prefixes.cache(arm, next_ids=next_ids, rows=rows[group])
+        out |= zip(group, scored(model, cache, chosen, tokenizer, arms.shared_vocabulary(prefixes.pair)), strict=True)
+    return [out[number] for number in range(len(questions))]
+
+
+def _of_one_length(questions: Sequence[Probe]) -> list[list[int]]:
+    lengths: dict[int, list[int]] = {}
+    for number, probe in enumerate(questions):
+        lengths.setdefault(len(probe.question_ids), []).append(number)
+    return list(lengths.values())
+
+
+@torch.no_grad()
+def scored(model: Any, cache: Any, questions: Sequence[Probe], tokenizer: Any, vocabulary: int) -> list[Answered]:
+    """Score one answer per sequence of a cache, in one pass.
+
+    Args:
+        model: that answers.
+        cache: of B sequences; used up.
+        questions: B questions.
+        tokenizer: of the model.
+        vocabulary: logits that count.
+    """
+    # Padding stands on the right, where no token of the question or the answer attends to it.
+    ids = [torch.tensor(probe.question_ids + probe.answer_ids) for probe in questions]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    logits = caches.forward(model, padded.to(input_device(model)), cache)
+    out = []
+    for row, probe in enumerate(questions):
+        first, n_answer = len(probe.question_ids) - 1, len(probe.answer_ids)
+        scores = F.log_softmax(logits[row, first : first + n_answer + 1, :vocabulary].float(), -1)
+        likeliest = scores.argmax(-1).tolist()
+        wanted = torch.tensor(probe.answer_ids, device=scores.device)
+        exact = tuple(likeliest[:-1]) == probe.answer_ids and not _goes_on(tokenizer, probe.answer_ids, likeliest[-1])
+        out.append(Answered(exact, float(scores[:-1].gather(-1, wanted[:, None]).double().mean())))
     return out
 
 
-def _context(
+def _goes_on(tokenizer: Any, answer_ids: tuple[int, ...], next_id: int) -> bool:
+    """Whether the next token continues the answer's last word or number."""
+    answer, longer = (tokenizer.decode(ids, skip_special_tokens=False) for ids in (list(answer_ids), [*answer_ids, next_id]))
+    return bool(longer[len(answer) : len(answer) + 1].isalnum())
+
+
+def recall_table(
+    pair: arms.Pair,
     tokenizer: Any,
-    rng: random.Random,
-    kind: ProbeKind,
-    filler: str,
+    fillers: Sequence[str],
+    kinds: Sequence[ProbeKind],
+    *,
+    count: int,
     context_tokens: int,
-    n_entries: int,
-    spread: tuple[float, float],
-) -> tuple[_Planted, tuple[int, ...], list[int]]:
-    """What was planted, `context_tokens` ids, and where each fact begins."""
-    start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id][:1]
-    for entries in range(n_entries, LEAST_ENTRIES - 1, -1):
-        planted = _PLANTERS[kind](rng, entries)
-        facts = [_ids(tokenizer, fact) for fact in planted.facts]
-        room = context_tokens - len(start) - sum(map(len, facts))
-        # Facts take up half of a context at most: it is natural text that they are hidden in.
-        if room >= context_tokens // 2:
-            break
-    else:
-        raise TextError(f"probes: found no room for {LEAST_ENTRIES} facts in {context_tokens} tokens, needed a longer prefix")
-    text = _ids(tokenizer, filler)
-    if len(text) < room:
-        raise TextError(f"probes: found a text of {len(text)} tokens to hide facts in, needed {room}: give longer documents")
-    if len(facts) == 1:
-        cuts = [int(room * LAST_DEPTH * (spread[0] + rng.random() * (spread[1] - spread[0])))]
-    else:
-        cuts = sorted(rng.sample(range(int(room * LAST_DEPTH)), len(facts)))
-    # Which fact stands where: facts that belong together are not always in the same order.
-    order = rng.sample(range(len(facts)), len(facts))
-    context, starts, used = list(start), [0] * len(facts), 0
-    for fact, cut in zip(order, cuts, strict=True):
-        context += text[used:cut]
-        used = cut
-        starts[fact] = len(context)
-        context += facts[fact]
-    return planted, (*context, *text[used:room]), starts
+    able_from: float,
+    per_context: int = QUESTIONS_PER_CONTEXT,
+    batch_size: int = 8,
+    resamples: int = 1000,
+    seed: int = 0,
+    progress: bool = True,
+    kept: Callable[[str, Callable[[], Any]], Any] | None = None,
+) -> dict[str, Any]:
+    """Recall per kind of question and arm, with intervals over contexts.
+
+    The target with its own cache is asked first. Where it does not answer there is nothing to move: the kind does not judge,
+    and the other arms are not asked.
+
+    Args:
+        pair: models and mapper.
+        tokenizer: of both models.
+        fillers: natural texts to hide facts in.
+        kinds: which questions.
+        count: questions per kind.
+        context_tokens: length of the contexts.
+        able_from: least exact recall of the target with its own cache for a kind to judge.
+        per_context: questions about each context.
+        batch_size: questions per forward pass.
+        resamples: of the bootstrap.
+        seed: of questions and bootstrap.
+        progress: show bars.
+        kept: ``kept(name, measure)`` gives what an interrupted evaluation has measured under a name, or measures it.
+
+    Returns:
+        By kind: ``count``, ``judges``, ``reason`` (why it does not judge), and ``arms``: {arm: {recall, interval,
+        log_probability, by_depth, log_probability_by_depth}}.
+    """
+    table: dict[str, Any] = {}
+    for kind in kinds:
+        try:
+            asked = probes(
+                tokenizer,
+                fillers,
+                kind=kind,
+                count=count,
+                context_tokens=context_tokens,
+                per_context=per_context,
+                seed=seed,
+            )
+        except TextError as error:
+            table[kind] = {"count": 0, "judges": False, "reason": str(error).removeprefix("probes: "), "arms": {}}
+            continue
+
+        def measured(asked: list[Probe] = asked) -> dict[str, Any]:
+            answers = ask(pair, tokenizer, asked, ("native",), batch_size=batch_size, progress=progress)
+            native = sum(answered.exact for answered in answers["native"]) / len(asked)
+            judges = native >= able_from
+            if judges:
+                answers |= ask(pair, tokenizer, asked, AFTER_NATIVE, batch_size=batch_size, progress=progress)
+            return {
+                "count": len(asked),
+                "judges": judges,
+                "reason": None if judges else f"the target with its own cache answers {native:.0%}",
+                "arms": {arm: _row(found, asked, resamples, seed) for arm, found in answers.items()},
+            }
+
+        table[kind] = measured() if kept is None else kept(f"recall of {kind}, {context_tokens} tokens", measured)
+    return table
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+def _row(answers: Sequence[Answered], asked: Sequence[Probe], resamples: int, seed: int) -> dict[str, Any]:
+    thirds: list[list[Answered]] = [[], [], []]
+    for answered, probe in zip(answers, asked, strict=True):
+        thirds[min(2, int(3 * probe.depth))].append(answered)
+    exact = [float(answered.exact) for answered in answers]
+    low, high = cluster_interval(exact, [probe.document for probe in asked], resamples=resamples, seed=seed)
+    return {
+        "recall": sum(exact) / len(exact),
+        "interval": [low, high],
+        "log_probability": _mean([answered.log_probability for answered in answers]),
+        "by_depth": {name: _mean([float(a.exact) for a in part]) for name, part in zip(DEPTHS, thirds, strict=True)},
+        "log_probability_by_depth": {
+            name: _mean([a.log_probability for a in part]) for name, part in zip(DEPTHS, thirds, strict=True)
+        },
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def pooled(table: dict[str, Any]) -> dict[Arm, dict[str, Any]]:
+    """Exact recall and log-probability per arm over all questions of the kinds that judge; where none does, of the first asked.
+
+    Returns:
+        {arm: {recall, log_probability}}; empty where nothing was asked.
+    """
+    judging = [entry for entry in table.values() if entry["judges"]]
+    used = judging or [entry for entry in table.values() if entry["count"]][:1]
+    out: dict[Arm, dict[str, Any]] = {}
+    for arm in ("native", *AFTER_NATIVE):
+        rows = [(entry["count"], entry["arms"][arm]) for entry in used if arm in entry["arms"]]
+        total = sum(count for count, _ in rows)
+        if rows:
+            out[arm] = {name: sum(count * row[name] for count, row in rows) / total for name in ("recall", "log_probability")}
+    return out

@@ -140,7 +140,8 @@ def _recall(report: dict[str, Any]) -> list[str]:
         "",
         "Likelihood can improve while nothing of the context arrives. So facts are hidden in natural text that "
         "nobody could guess (random codes, words, lookups over two sentences), and the answer has to come out "
-        "exactly. Where the models cannot do that with their own caches, recall is unknown.",
+        "exactly. A kind that the target does not answer with its own cache judges nothing. Each cell: share of exact answers, "
+        "its interval over contexts, mean log-probability of the answer's tokens.",
         "",
     ]
     arms = ("native", "source", "transfer", "handoff", "mean", "shuffled")
@@ -152,7 +153,10 @@ def _recall(report: dict[str, Any]) -> list[str]:
             for arm in arms:
                 row = entry["arms"].get(arm)
                 cells.append(
-                    "-" if row is None else f"{row['recall']:.0%} ({row['interval'][0]:.0%} to {row['interval'][1]:.0%})"
+                    "-"
+                    if row is None
+                    else f"{row['recall']:.0%} ({row['interval'][0]:.0%} to {row['interval'][1]:.0%}), "
+                    f"{row['log_probability']:.2f}"
                 )
             depth = entry["arms"].get("handoff", {}).get("by_depth", {})
             by_depth = ", ".join(f"{name} {_percent(value)}" for name, value in depth.items() if value is not None)

@@ -31,8 +31,8 @@ class Thresholds:
         interval_low: least lower end of its 95 % interval; 0 means that moving beats staying with the source.
         kl: most mean KL to native, in nats per token.
         control_margin: least lead over the better control (mean, shuffled), in nats per token: what the context adds.
-        recall: least share of the native recall that the handoff keeps, where both models can do the probe.
-        recall_native: what both models must recall for a probe to count.
+        recall: least share of the native recall that the handoff keeps, of each kind of question that judges.
+        recall_native: least recall of the target with its own cache for a kind of question to judge.
         recall_shuffled: most recall from another document's cache: more, and the probes can be guessed.
         attention_cosine: least cosine of the worst layer's attention output.
         explained_drop: most that the explained variance may lie below what `solve` found on its holdout split.
@@ -117,16 +117,16 @@ def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, 
     found = Reasons(_likelihood(table, thresholds))
     if documents < thresholds.documents:
         found.missing.append(f"only {documents} documents, needed {thresholds.documents:g}: give more text or --documents")
-    able = {kind: entry for kind, entry in (recall or {}).items() if entry["able"]}
+    judging = {kind: entry for kind, entry in (recall or {}).items() if entry["judges"]}
     if not recall:
         found.missing.append(
             "recall was not measured: no probes were asked, or no two documents of the text are without questions of their own "
             "to hide them in"
         )
-    elif not able:
+    elif not judging:
         why = "; ".join(f"{kind}: {entry['reason']}" for kind, entry in recall.items())
-        found.unknown.append(f"recall is unknown: the models cannot do the probes ({why})")
-    for kind, entry in able.items():
+        found.unknown.append(f"recall is unknown: no kind of question judges ({why})")
+    for kind, entry in judging.items():
         native, moved = (entry["arms"][arm]["recall"] for arm in ("native", "handoff"))
         if not moved >= thresholds.recall * native:
             found.failed.append(

@@ -10,7 +10,7 @@ from fitted import fit_tiny, heldout, paired
 
 import kvfit
 from kvfit.errors import MismatchError
-from kvfit.fit.evaluate.arms import Pair, Rewindable, greedy, mean_pairs, prefix_cache, shared_vocabulary, source_pairs
+from kvfit.fit.evaluate.arms import Pair, Prefixes, Rewindable, greedy, mean_pairs, shared_vocabulary, source_pairs
 from kvfit.fit.evaluate.diagnose import diagnose
 from kvfit.fit.evaluate.likelihood import likelihood
 from kvfit.model.cache import cache_length, forward, new_cache, read_cache
@@ -65,7 +65,7 @@ def test_a_target_with_windows(tiny_pair: tuple[Path, Path], load: Loader) -> No
     assert not torch.allclose(found["shuffled"].nll, expected, atol=1e-2)
     for layer in diagnose(pair, ids, 40).layers:
         assert layer["attention_cosine"] == pytest.approx(1, abs=1e-5)
-    cache = Rewindable(prefix_cache(pair, "native", ids[:1, :30], None))
+    cache = Rewindable(Prefixes(pair, ids[:1, :30]).cache("native"))
     first = greedy(model, cache.fresh(model), ids[:1, 30:31], 20)
     assert torch.equal(greedy(model, cache.fresh(model), ids[:1, 30:31], 20), first)
 
@@ -94,7 +94,7 @@ def test_a_source_in_another_dtype(tiny_pair: tuple[Path, Path], load: Loader) -
     pair = Pair(source, target, identical(target, tokenizer))
     ids = heldout(tokenizer, 2, 40)
     assert source_pairs(pair, ids)[0][0].dtype == torch.float32
-    cache = prefix_cache(pair, "transfer", ids[:, :29], source_pairs(pair, ids[:, :29]))
+    cache = Prefixes(pair, ids[:, :29]).cache("transfer")
     assert read_cache(cache)[1][0].dtype == torch.float32
     logits = forward(target, ids[:, 29:], cache)
     whole = forward(target, ids, new_cache(target))[:, 29:]
@@ -107,7 +107,7 @@ def test_the_handoff_arm_is_the_handoff(tiny_pair: tuple[Path, Path], load: Load
     options: dict[str, Any] = {"exact_head": 2, "exact_tail": 3, "recompute": 0.2}
     pair = paired(fit_tiny(tiny_pair, tmp_path), source, target, **options)
     sources = source_pairs(pair, ids[:, :30])
-    cache = prefix_cache(pair, "handoff", ids[:, :30], sources, next_ids=ids[:, 30:35])
+    cache = Prefixes(pair, ids[:, :30]).cache("handoff", next_ids=ids[:, 30:35])
     moved = handoff(pair.mapper, target.model, ids[:, :35], sources, guide=source.model, **options)
     assert cache_length(cache) == 30
     for a, b in zip(read_cache(cache), read_cache(moved.cache), strict=True):
@@ -115,13 +115,40 @@ def test_the_handoff_arm_is_the_handoff(tiny_pair: tuple[Path, Path], load: Load
         assert torch.equal(a[1], b[1])
 
 
-def test_arms_without_what_they_need_are_refused(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
+def test_a_single_document_is_not_shuffled_with_itself(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
     source, target = (load(folder) for folder in tiny_pair)
     pair = paired(fit_tiny(tiny_pair, tmp_path), source, target)
-    ids = heldout(target.tokenizer, 1, 20)
-    for arm in ("transfer", "shuffled", "mean", "handoff"):
-        with pytest.raises(MismatchError, match=f"arm {arm}: found no source cache"):
-            prefix_cache(pair, arm, ids, None)  # type: ignore[arg-type]
+    ids = heldout(target.tokenizer, 2, 20)
+    with pytest.raises(MismatchError, match="arm shuffled: found one document"):
+        Prefixes(pair, ids[:1]).cache("shuffled")
+    given = Prefixes(pair, ids[:1], other=Prefixes(pair, ids[1:])).cache("shuffled")
+    own = Prefixes(pair, ids[1:]).cache("transfer")
+    for a, b in zip(read_cache(given), read_cache(own), strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("arm", ["native", "transfer", "source", "handoff", "shuffled"])
+def test_arms_that_share_their_prefills_are_each_as_if_made_alone(
+    arm: Any, tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path
+) -> None:
+    """Whatever was made before, an arm's cache is its own; chosen rows are the rows of documents taken one at a time."""
+    source, target = (load(folder) for folder in tiny_pair)
+    pair = paired(fit_tiny(tiny_pair, tmp_path), source, target)
+    ids = heldout(target.tokenizer, 3, 24)
+    shared = Prefixes(pair, ids)
+    for other in ("transfer", "mean", "shuffled", "source"):
+        cache = shared.cache(other)  # type: ignore[arg-type]
+        for layer in cache.layers:
+            layer.keys += 1  # what an arm does to its cache is no other arm's business
+    rows = [2, 0, 0]
+    found = read_cache(shared.cache(arm, rows=torch.tensor(rows)))
+    for place, row in enumerate(rows):
+        wrong = Prefixes(pair, ids[row - 1 : row] if row else ids[2:])
+        alone = read_cache(Prefixes(pair, ids[row : row + 1], other=wrong).cache(arm))
+        for a, b in zip(found, alone, strict=True):
+            assert torch.allclose(a[0][place], b[0][0], atol=1e-4)
+            assert torch.allclose(a[1][place], b[1][0], atol=1e-4)
 
 
 def test_the_mean_has_the_right_positions(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
@@ -129,9 +156,9 @@ def test_the_mean_has_the_right_positions(tiny_pair: tuple[Path, Path], load: Lo
     source, target = (load(folder) for folder in tiny_pair)
     pair = paired(fit_tiny(tiny_pair, tmp_path), source, target)
     ids = heldout(target.tokenizer, 2, 20)
-    sources = source_pairs(pair, ids)
-    keys = read_cache(prefix_cache(pair, "mean", ids, sources))[1][0]
-    mean = mean_pairs(pair, sources)[1][0]
+    prefixes = Prefixes(pair, ids)
+    keys = read_cache(prefixes.cache("mean"))[1][0]
+    mean = mean_pairs(pair, prefixes.mapped)[1][0]
     from kvfit.model.rope import angles, rotate
 
     table = pair.mapper.spec.target.rope.table(1)

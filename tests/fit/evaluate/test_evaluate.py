@@ -17,7 +17,7 @@ from kvfit.bundle.bundle import Bundle, write_bundle
 from kvfit.errors import BundleError, MismatchError, TextError
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate import evaluate as evaluation
-from kvfit.fit.evaluate.arms import Rewindable, greedy, prefix_cache, source_pairs
+from kvfit.fit.evaluate.arms import Prefixes, Rewindable, greedy, source_pairs
 from kvfit.fit.evaluate.clock import Effort, crossover, lengths_up_to, timed
 from kvfit.fit.evaluate.evaluate import Options, evaluate
 from kvfit.fit.evaluate.intervals import cluster_interval, share_interval, share_of_gap
@@ -68,7 +68,6 @@ def test_numbers_equal_a_slow_written_out_evaluation(
     pair = paired(bundle, source, target)
     rows = heldout(target.tokenizer, 5, 60)
     prefixes = rows[:, :39]
-    sources = [source_pairs(pair, prefix[None]) for prefix in prefixes]
     # Batches of two, two and one: the wrong document is the other one of a batch, and for the last the first of all.
     wrong = (1, 0, 3, 2, 0)
     found: dict[str, list[torch.Tensor]] = {}
@@ -80,7 +79,8 @@ def test_numbers_equal_a_slow_written_out_evaluation(
         for index, ids in enumerate(rows.tolist()):
 
             def made(index: int = index, arm: Any = arm, model: Any = model) -> Any:
-                cache = prefix_cache(pair, arm, prefixes[index : index + 1], sources[index], sources[wrong[index]])
+                other = Prefixes(pair, prefixes[wrong[index]][None])
+                cache = Prefixes(pair, prefixes[index : index + 1], other=other).cache(arm)
                 return new_cache(model) if cache is None else cache
 
             found.setdefault(arm, []).append(written_out(model, made(), ids, 40))
@@ -146,8 +146,8 @@ def test_the_mean_control_holds_no_content(bundle: Path, tiny_pair: tuple[Path, 
     ids = heldout(target.tokenizer, 3, 30)
     from kvfit.fit.evaluate.arms import mean_pairs
 
-    mean = mean_pairs(pair, source_pairs(pair, ids))
-    first, second = (prefix_cache(pair, "mean", ids[i : i + 1], source_pairs(pair, ids[i : i + 1]), mean=mean) for i in (0, 1))
+    mean = mean_pairs(pair, Prefixes(pair, ids).mapped)
+    first, second = (Prefixes(pair, ids[i : i + 1], mean=mean).cache("mean") for i in (0, 1))
     for a, b in zip(first.layers, second.layers, strict=True):
         assert torch.equal(a.keys, b.keys)
         assert torch.equal(a.values, b.values)
@@ -216,7 +216,8 @@ def test_documents_that_the_map_was_fitted_on_are_left_out(bundle: Path, tiny_pa
     assert mixed["texts"]["more"]["left_out"] == 3
     for part in ("arms", "recall"):
         assert mixed[part] == alone[part]
-    assert mixed["texts"]["more"]["arms"] == alone["arms"] | {arm: row | {"recall": None} for arm, row in alone["arms"].items()}
+    unasked = {"recall": None, "log_probability": None}
+    assert mixed["texts"]["more"]["arms"] == {arm: row | unasked for arm, row in alone["arms"].items()}
     assert (
         "Neither fit nor selection saw any of them; 3 that they did see were left out."
         in (tmp_path / "mixed" / "evaluation.md").read_text()

@@ -14,7 +14,7 @@ from fitted import fit_tiny, paired
 pytest.importorskip("lm_eval")
 
 from kvfit.errors import MismatchError
-from kvfit.fit.evaluate.arms import prefix_cache, source_pairs
+from kvfit.fit.evaluate.arms import Prefixes
 from kvfit.fit.evaluate.harness import ARMS, KvfitLM
 from kvfit.model.cache import forward, new_cache
 
@@ -90,7 +90,7 @@ def test_choices_are_scored_as_written_out(
             ids = torch.tensor([target.tokenizer(question + choice)["input_ids"]])
             assert ids[0, : len(prompt)].tolist() == prompt
             prefix = ids[:, : len(prompt) - 1]
-            cache = prefix_cache(pair, arm, prefix, source_pairs(pair, prefix))
+            cache = Prefixes(pair, prefix).cache(arm)
             logits = forward(used, ids[:, len(prompt) - 1 : -1], new_cache(used) if cache is None else cache)[0].double()
             wanted = ids[0, len(prompt) :]
             steps = logits.log_softmax(-1)[torch.arange(len(wanted)), wanted]
@@ -115,7 +115,7 @@ def test_answers_are_generated_from_the_mapped_prompt(
     pair = paired(bundle, source, target)
     for sample in found["samples"]["kvfit_says"]:
         ids = torch.tensor([target.tokenizer(QUESTIONS[sample["doc_id"]][0])["input_ids"]])
-        cache = prefix_cache(pair, "transfer", ids[:, :-1], source_pairs(pair, ids[:, :-1]))
+        cache = Prefixes(pair, ids[:, :-1]).cache("transfer")
         said, last = [], ids[:, -1:]
         for _ in range(5):
             last = forward(target.model, last, cache)[:, -1].argmax(-1, keepdim=True)

@@ -42,12 +42,12 @@ def table(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {arm: {**row, **changes.get(arm, {})} for arm, row in rows.items()}
 
 
-def recall(able: bool = True, handoff: float = 0.8, shuffled: float = 0.0) -> dict[str, Any]:
+def recall(judges: bool = True, handoff: float = 0.8, shuffled: float = 0.0) -> dict[str, Any]:
     found = {"native": 0.9, "source": 0.8, "handoff": handoff, "shuffled": shuffled}
     return {
         "names": {
-            "able": able,
-            "reason": None if able else "source alone recalls 8%",
+            "judges": judges,
+            "reason": None if judges else "the target with its own cache answers 8%",
             "arms": {arm: {"recall": value} for arm, value in found.items()},
         }
     }
@@ -81,13 +81,13 @@ def test_a_good_table_passes() -> None:
     assert (found.verdict, list(found)) == ("pass", [])
 
 
-def test_recall_counts_where_both_models_can() -> None:
+def test_recall_counts_where_the_target_can() -> None:
     found = judge(table(), Thresholds(), recall=recall(handoff=0.4), documents=8)
     assert len(list(found)) == 1
     assert found.failed[0].startswith("recall of names 0.40, needed 0.50 of the native 0.90: hand over with guided recompute")
     assert found.verdict == "fail"
-    found = judge(table(), Thresholds(), recall=recall(able=False, handoff=0.0), documents=8)
-    assert list(found) == ["recall is unknown: the models cannot do the probes (names: source alone recalls 8%)"]
+    found = judge(table(), Thresholds(), recall=recall(judges=False, handoff=0.0), documents=8)
+    assert list(found) == ["recall is unknown: no kind of question judges (names: the target with its own cache answers 8%)"]
     assert found.verdict == "pass"
     assert "can be guessed" in judge(table(), Thresholds(), recall=recall(shuffled=0.5), documents=8).unknown[0]
 
