@@ -6,6 +6,7 @@ Public names are loaded when first used, so that ``import kvfit`` costs nothing:
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ __all__ = ["Handoff", "Mapper", "__version__", "handoff", "load_mapper"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvfit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with warnings.catch_warnings():
+        # torch warns when it is first imported without numpy, which neither it nor kvfit's runtime needs.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from typing import Any, NoReturn
 
 import click
@@ -88,6 +89,8 @@ def run(command: click.Command) -> None:
     """Run a command line; what goes wrong is one line on stderr and an exit code."""
     _fill_streams()
     _log()
+    # Without the extra `fit` there may be no numpy, and torch warns of that before a verb can say which extra it needs.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     if not sys.stderr.isatty():
         # Bars are for people. tqdm reads this when it is first imported, also for the bars of the libraries that use it.
         os.environ.setdefault("TQDM_DISABLE", "1")
