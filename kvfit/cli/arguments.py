@@ -40,6 +40,15 @@ def size(_context: click.Context, _option: click.Parameter, value: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def lags(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...] | str:
+    """Lags of lexical inputs with commas between them, ``none`` or ``auto``."""
+    if value in ("none", "auto"):
+        return () if value == "none" else value
+    if not re.fullmatch(r"\d+(,\d+)*", value):
+        raise click.BadParameter(f"found {value!r}, needed numbers such as 0,1,2, or none, or auto")
+    return tuple(map(int, value.split(",")))
+
+
 def top_k(_context: click.Context, _option: click.Parameter, value: str) -> int | str:
     """A number of source layers, ``all`` or ``auto``."""
     if value in ("all", "auto"):

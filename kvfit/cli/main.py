@@ -19,6 +19,7 @@ from kvfit.cli.arguments import (
     DTYPE,
     evaluate_options,
     json_option,
+    lags,
     loading_options,
     path,
     ref,
@@ -79,11 +80,15 @@ def demo(out: str, as_json: bool) -> None:
 @click.option("--num-sequences", default=500, help="Sequences to run, both splits together.")
 @click.option("--seq-len", default=1024, help="Tokens of a sequence.")
 @click.option("--token-stride", default=4, help="Keep one token of this many for the statistics.")
-@click.option("--skip-tokens", default=0, help="First tokens of each sequence to leave out.")
+@click.option("--skip-tokens", default=1, help="First tokens of each sequence to leave out.")
 @click.option("--holdout", default=0.1, help="Share of the sequences for choosing and reporting.")
 @click.option("--seed", default=0, help="Shifts which sequences those are.")
 @click.option("--pack", is_flag=True, help="Join documents and cut them; default: one sequence per document.")
-@click.option("--inputs", type=click.Choice(["same", "both"]), default="same", help="both: also keep keys by values.")
+@click.option("--inputs", type=click.Choice(["same", "both"]), default="both", help="both: also keep keys by values.")
+@click.option(
+    "--lexical", callback=lags, metavar="LAGS", default="auto",
+    help="0,1,2: the target's first layer of a token and of the two before as inputs; none; auto: where it can.",
+)  # fmt: skip
 @click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
 @click.option(
     "--memory-budget", callback=size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
@@ -115,7 +120,7 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 @click.option("--num-sequences", default=500, help="Sequences to run.")
 @click.option("--seq-len", default=1024, help="Tokens of a sequence.")
 @click.option("--token-stride", default=4, help="Keep one token of this many.")
-@click.option("--skip-tokens", default=0, help="First tokens of each sequence to leave out.")
+@click.option("--skip-tokens", default=1, help="First tokens of each sequence to leave out.")
 @click.option("--top-k", callback=top_k, metavar="N|all", default="all", help="Source layers that each target layer reads.")
 @click.option(
     "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."

@@ -42,9 +42,9 @@ TARGET = model(4, 3, 4)
 TOKEN_BYTES = 2 * 4 * (3 * 16 + 4 * 12)
 
 
-def budget(n_tokens: int, source: ModelSpec = SOURCE, target: ModelSpec = TARGET) -> int:
+def budget(n_tokens: int, source: ModelSpec = SOURCE, target: ModelSpec = TARGET, n_lags: int = 0) -> int:
     """A memory budget whose buffer holds that many tokens."""
-    token_bytes = 2 * 4 * (source.n_layers * source.width + target.n_layers * target.width)
+    token_bytes = 2 * 4 * (source.n_layers * source.width + (target.n_layers + n_lags) * target.width)
     return -(-n_tokens * token_bytes * 8 // 7)
 
 
@@ -57,8 +57,12 @@ def batches(
     holdout_every: int = 3,
     source: ModelSpec = SOURCE,
     target: ModelSpec = TARGET,
+    n_lags: int = 0,
 ) -> list[Batch]:
-    """Activations with correlated layers, spreads from 0.1 to 10 per feature, and a mean of `mean` spreads."""
+    """Activations with correlated layers, spreads from 0.1 to 10 per feature, and a mean of `mean` spreads.
+
+    With lags also lexical inputs, which here are just more activations.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -67,7 +71,11 @@ def batches(
     def layer(width: int) -> tuple[Tensor, Tensor, Tensor]:
         return normal(8, width), 10 ** (2 * torch.rand(width, generator=generator) - 1), normal(width).sign()
 
-    planted = [{kind: [layer(spec.width) for _ in range(spec.n_layers)] for kind in KINDS} for spec in (source, target)]
+    planted: list[dict] = [
+        {kind: [layer(spec.width) for _ in range(spec.n_layers)] for kind in KINDS} for spec in (source, target)
+    ]
+    if n_lags:
+        planted[0]["lexical"] = [layer(2 * target.width) for _ in range(n_lags)]
     made: list[Batch] = []
     for number, n_tokens in enumerate(sizes):
         hidden = normal(n_tokens, 8)
@@ -92,8 +100,8 @@ class Oracle:
     def of(cls, given: list[Batch], split: str) -> Oracle:
         chosen = [batch for batch in given if split in ("all", batch[0])]
         rows = [
-            {(kind, i): torch.cat([batch[side][kind][i].double() for batch in chosen])
-             for kind in KINDS for i in range(len(given[0][side][kind]))}
+            {(group, i): torch.cat([batch[side][group][i].double() for batch in chosen])
+             for group, layers in given[0][side].items() for i in range(len(layers))}
             for side in (1, 2)
         ]  # fmt: skip
         return cls(rows[0], rows[1])
@@ -115,7 +123,7 @@ def worst_error(store: Store, given: list[Batch], split: str, *, both: bool = Fa
         worst = max(worst, ((store.source_mean(split, a) - x.mean(0)).abs() / (nx / count**0.5)).max().item())
         for others, scatter in ((oracle.source, store.source_scatter), (oracle.target, store.cross_scatter)):
             for b, y in others.items():
-                if a[0] == b[0] or both:
+                if a[0] == b[0] or both or "lexical" in (a[0], b[0]):
                     (dy, ny) = centred(y)
                     worst = max(worst, ((scatter(split, a, b) - dx.T @ dy).abs() / (nx[:, None] * ny)).max().item())
     for b, y in oracle.target.items():
@@ -130,7 +138,7 @@ def capture(path: Path, given: list[Batch], *, n_buffer: int = 64, finish: bool 
     from kvfit.fit.stats.store import Accumulator
 
     settings = {"source": SOURCE, "target": TARGET, "recipe": {"seed": 0}, **options}
-    memory = budget(n_buffer, settings["source"], settings["target"])
+    memory = budget(n_buffer, settings["source"], settings["target"], len(settings.get("lexical_lags", ())))
     with Accumulator.create(path, memory_budget=memory, **settings) as accumulator:
         for number, (split, source, target) in enumerate(given):
             accumulator.add(split, source, target, number + 1)

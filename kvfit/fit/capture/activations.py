@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError
+from kvfit.fit.stats.layout import Group
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, unrotate
-from kvfit.spec import KINDS, Kind, ModelSpec
+from kvfit.spec import KINDS, ModelSpec
 
 
 def check_positions(config: Any, name: str, n_tokens: int, option: str) -> None:
@@ -34,23 +35,28 @@ def check_positions(config: Any, name: str, n_tokens: int, option: str) -> None:
 class Activations:
     """One model of a pair: ids in, features of the kept tokens out."""
 
-    def __init__(self, model: Any, spec: ModelSpec, kept: range) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, kept: range, lexical_lags: tuple[int, ...] = ()) -> None:
         """Wrap a model.
 
         Args:
             model: the loaded model.
             spec: its spec, proved by the self-check.
             kept: positions of the tokens to keep, of every sequence.
+            lexical_lags: of the lexical inputs to make from this model's first layer; empty for none.
         """
         self.model = model
         self.spec = spec
         self.kept = kept
+        self.lexical_lags = lexical_lags
         self.device = input_device(model)
-        self._angles: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._angles: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor) -> dict[Kind, list[Tensor]]:
+    def __call__(self, ids: Tensor) -> dict[Group, list[Tensor]]:
         """Run ids (B, T); per kind and layer the features of the kept tokens, (B, N, H * D), where that layer lives.
+
+        With lexical lags also, under ``lexical`` and per lag, the keys and then the values of layer 0 of the token that many
+        places before each kept one, or of the sequence's first where there are fewer, (B, N, 2 * H * D).
 
         Raises:
             MismatchError: a layer did not see every token once.
@@ -59,24 +65,35 @@ class Activations:
         caches.forward(self.model, ids.to(self.device), cache, base=True)
         # Only what is kept is un-rotated.
         kept = slice(self.kept.start, self.kept.stop, self.kept.step)
-        out: dict[Kind, list[Tensor]] = {kind: [] for kind in KINDS}
+        out: dict[Group, list[Tensor]] = {kind: [] for kind in KINDS}
         for layer_index, (keys, values) in enumerate(caches.read_cache(cache)):
             if keys.shape[2] != ids.shape[1]:
                 raise MismatchError(
                     f"{self.spec.ref}, layer {layer_index}: found {keys.shape[2]} tokens in the cache, needed the "
                     f"{ids.shape[1]} that were run"
                 )
-            keys = self._unrotated(layer_index, keys[:, :, kept])
-            for kind, tensor in zip(KINDS, (keys, values[:, :, kept]), strict=True):
+            for kind, tensor in zip(KINDS, (self._unrotated(layer_index, keys[:, :, kept]), values[:, :, kept]), strict=True):
                 out[kind].append(tensor.transpose(1, 2).flatten(2))
+            if layer_index == 0 and self.lexical_lags:
+                out["lexical"] = [self._lexical(keys, values, lag) for lag in self.lexical_lags]
         return out
 
-    def _unrotated(self, layer_index: int, keys: Tensor) -> Tensor:
+    def _lexical(self, keys: Tensor, values: Tensor, lag: int) -> Tensor:
+        positions = self._positions(lag, keys.device)
+        both = (self._unrotated(0, keys[:, :, positions], lag), values[:, :, positions])
+        return torch.cat([tensor.transpose(1, 2).flatten(2) for tensor in both], dim=2)
+
+    def _positions(self, lag: int, device: torch.device) -> Tensor:
+        """Of the tokens `lag` places before the kept ones."""
+        kept = torch.arange(self.kept.start, self.kept.stop, self.kept.step, device=device)
+        return (kept - lag).clamp_(min=0)
+
+    def _unrotated(self, layer_index: int, keys: Tensor, lag: int = 0) -> Tensor:
         index = self.spec.rope.assignment[layer_index]
         if index is None:
             return keys
         table = self.spec.rope.tables[index]
-        if (index, keys.device) not in self._angles:
-            positions = torch.arange(self.kept.start, self.kept.stop, self.kept.step, device=keys.device)
-            self._angles[index, keys.device] = angles(table, positions)
-        return unrotate(keys, table, self._angles[index, keys.device])
+        name = (index, lag, keys.device)
+        if name not in self._angles:
+            self._angles[name] = angles(table, self._positions(lag, keys.device))
+        return unrotate(keys, table, self._angles[name])

@@ -6,6 +6,7 @@ The models run once per pair; everything after that is linear algebra on the sto
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 import shutil
@@ -13,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from kvfit.bundle.files import require_writable
-from kvfit.errors import BundleError, OptionError, StoreError, TextError
+from kvfit.errors import BundleError, OptionError, StoreError, TextError, UnsupportedModelError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import Activations, check_positions
 from kvfit.fit.capture.ranks import Ranks, meeting
@@ -29,12 +30,16 @@ from kvfit.fit.capture.selfcheck import self_check
 from kvfit.fit.capture.text import Cursor, Sequence, TextOptions, sequences
 from kvfit.fit.stats.accumulate import Accumulator, check_budget
 from kvfit.fit.stats.digests import Documents
-from kvfit.fit.stats.layout import SPLITS, Layout, Part, StatsDtype
+from kvfit.fit.stats.layout import SPLITS, Group, Layout, Part, StatsDtype
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.record import PART_FIELD, first_difference, read_record
 from kvfit.fit.stats.store import Store
+from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import describe_model
-from kvfit.spec import Inputs, Kind
+from kvfit.spec import Inputs
+
+LOGGER = logging.getLogger("kvfit")
+LEXICAL_LAGS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -51,17 +56,20 @@ class Options:
         pack: join documents and cut them, instead of one sequence per document.
         inputs: ``both`` also keeps keys by values, so that each kind can be predicted from both.
         stats_dtype: of the stored sums.
+        lexical: lags of the lexical inputs (see `kvfit.spec.MapperSpec`), ascending; empty for none; ``auto`` for
+            `LEXICAL_LAGS` where the target's first layer depends on each token alone, and none elsewhere.
     """
 
     num_sequences: int = 500
     seq_len: int = 1024
     token_stride: int = 4
-    skip_tokens: int = 0
+    skip_tokens: int = 1
     holdout: float = 0.1
     seed: int = 0
     pack: bool = False
-    inputs: Inputs = "same"
+    inputs: Inputs = "both"
     stats_dtype: StatsDtype = "float32"
+    lexical: tuple[int, ...] | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name, least in (("num_sequences", 2), ("seq_len", 2), ("token_stride", 1), ("skip_tokens", 0)):
@@ -71,6 +79,9 @@ class Options:
             raise OptionError(f"--skip-tokens: found {self.skip_tokens}, needed less than --seq-len {self.seq_len}")
         if not 0 <= self.holdout < 1:
             raise OptionError(f"--holdout: found {self.holdout}, needed 0 or more and less than 1")
+        if self.lexical != "auto" and list(self.lexical) != sorted({lag for lag in self.lexical if 0 <= lag < self.seq_len}):
+            found = ",".join(map(str, self.lexical))
+            raise OptionError(f"--lexical: found {found}, needed numbers from 0 to below --seq-len, ascending, or none")
 
     @property
     def kept(self) -> range:
@@ -172,11 +183,13 @@ def capture(
     specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
     for loaded, spec in zip(pair, specs, strict=True):
         self_check(loaded.model, spec, first)
-    check_budget(Layout(specs[0], specs[1], options.inputs, options.stats_dtype), memory_budget)
+    lags = lexical_lags(options.lexical, pair[1].model)
+    options = replace(options, lexical=lags)
+    check_budget(Layout(specs[0], specs[1], options.inputs, options.stats_dtype, lags), memory_budget)
     recipe = make_recipe(specs, text, asdict(options), loading, batch_size, ranks)
     if ranks.size > 1 and out.exists():
         return _merged_before(out, recipe, options, ranks)
-    runners = [Activations(loaded.model, spec, options.kept) for loaded, spec in zip(pair, specs, strict=True)]
+    runners = [Activations(pair[0].model, specs[0], options.kept), Activations(pair[1].model, specs[1], options.kept, lags)]
     if resume and part.exists():
         accumulator = Accumulator.resume(part, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
     else:
@@ -187,6 +200,7 @@ def capture(
             recipe=recipe,
             inputs=options.inputs,
             stats_dtype=options.stats_dtype,
+            lexical_lags=lags,
             memory_budget=memory_budget,
             device=runners[0].device,
         )
@@ -231,6 +245,24 @@ def check_batch_size(batch_size: int) -> None:
     """
     if batch_size < 1:
         raise OptionError(f"--batch-size: found {batch_size}, needed at least 1")
+
+
+def lexical_lags(wanted: tuple[int, ...] | Literal["auto"], target: Any) -> tuple[int, ...]:
+    """The lags that `Options.lexical` means for a target model.
+
+    Raises:
+        UnsupportedModelError: lags were asked for, and the keys and values of the target's first layer depend on more than the
+            token and its position.
+    """
+    if wanted:
+        try:
+            check_first_layer(target)
+        except UnsupportedModelError as error:
+            if wanted != "auto":
+                raise
+            LOGGER.info("capture: no lexical inputs: %s", error)
+            return ()
+    return LEXICAL_LAGS if wanted == "auto" else wanted
 
 
 def _is_empty(part: Path) -> bool:
@@ -305,6 +337,8 @@ def _run(
                 continue
             ids = torch.tensor([sequence.ids for sequence in batch])
             source, target = (runner(ids) for runner in runners)
+            if "lexical" in target:  # made by the target, but an input of the map
+                source["lexical"] = target.pop("lexical")
             splits = [options.split(cursor.sequences + row) for row in range(len(batch))]
             following = batch[-1].cursor
             waiting = [split for split in SPLITS if split in splits and split not in added]
@@ -338,6 +372,6 @@ def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterato
         yield batch
 
 
-def _pooled(features: Mapping[Kind, list[Tensor]], rows: list[int]) -> dict[Kind, list[Tensor]]:
+def _pooled(features: Mapping[Group, list[Tensor]], rows: list[int]) -> dict[Group, list[Tensor]]:
     """(B, N, F) per layer to (B' * N, F) of the chosen rows."""
-    return {kind: [layer[rows].flatten(0, 1) for layer in layers] for kind, layers in features.items()}
+    return {group: [layer[rows].flatten(0, 1) for layer in layers] for group, layers in features.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from kvfit.fit.stats.layout import SPLITS, Layout, Part, StatsDtype, array_path
 from kvfit.fit.stats.record import BadValue, Batches, Tokens, first_difference
 from kvfit.fit.stats.updater import BlockUpdater, working_bytes
 from kvfit.fit.stats.writer import StoreWriter
-from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, to_json
+from kvfit.spec import Inputs, ModelSpec, to_json
 
 LARGEST_BUFFER = 32_768  # tokens; more would only make commits rarer
 BUFFER_SHARE = 7 / 8  # of the memory budget; the rest, and a fixed few hundred MB, is for blocks on their way to disk
@@ -93,6 +93,7 @@ class Accumulator:
         recipe: dict[str, Any],
         inputs: Inputs = "same",
         stats_dtype: StatsDtype = "float32",
+        lexical_lags: tuple[int, ...] = (),
         memory_budget: int = 2 << 30,
         device: torch.device | str | None = None,
     ) -> Accumulator:
@@ -104,13 +105,14 @@ class Accumulator:
             recipe: JSON values; all that makes the statistics what they are.
             inputs: ``both`` adds the keys-by-values blocks.
             stats_dtype: of the stored matrices.
+            lexical_lags: of the lexical inputs, ascending; empty for none.
             memory_budget: bytes for the token buffer and the blocks on their way to disk.
             device: where buffer and products are; by default where the first batch's source activations are.
 
         Raises:
             StoreError: `path` exists, is being written by another process, or cannot be written.
         """
-        layout = Layout(source, target, inputs, stats_dtype)
+        layout = Layout(source, target, inputs, stats_dtype, lexical_lags)
         return cls(StoreWriter.create(Path(path), layout, _as_json(recipe)), memory_budget, device)
 
     @classmethod
@@ -175,7 +177,7 @@ class Accumulator:
         Args:
             split: which statistics it belongs to.
             source, target: per kind, one tensor per layer, (N, F1) and (N, G1), of any float dtype and on any device. What is
-                kept is copied.
+                kept is copied. Lexical inputs are in `source` under ``lexical``, one tensor per lag, (N, 2 * G1).
             cursor: JSON value; where to continue once this batch is committed.
 
         Raises:
@@ -256,22 +258,10 @@ class Accumulator:
         """Update every block of every split that has rows in the buffer."""
         for split in SPLITS:
             if self._buffer.n_rows[split]:
-                rows = self._buffer.rows(split)
-                digests = self._updater.update(split, rows)
-                self._add_sums(split, rows)
+                digests = self._updater.update(split, self._buffer.rows(split))
+                self._buffer.sums(split, self._sums[split])
                 self._writer.end(split, digests, {name: total.numpy() for name, total in self._sums[split].items()})
                 self._buffer.clear(split)
-
-    def _add_sums(self, split: Part, rows: Mapping[Kind, Tensor]) -> None:
-        sums, n_source = self._sums[split], self._layout.widths[0]
-        for index, kind in enumerate(KINDS):
-            for name, side in (("source_sum", rows[kind][:, :n_source]), ("target_sum", rows[kind][:, n_source:])):
-                layers, width = sums[name].shape[1:]
-                for layer_index in range(layers):
-                    layer = side[:, layer_index * width : (layer_index + 1) * width]
-                    sums[name][index, layer_index] += moments.sums(layer).cpu()
-                    if name == "target_sum":
-                        sums["target_square"][index, layer_index] += moments.squares(layer).cpu()
 
     def _commit(self, *, finished: bool) -> None:
         writer = self._writer

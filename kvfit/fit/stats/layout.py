@@ -14,12 +14,16 @@ from typing import Literal
 
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec
 
+# What is summed over: the keys and values of a layer, and the lexical inputs of a lag (see `kvfit.spec.MapperSpec`).
+Group = Literal["keys", "values", "lexical"]
 Block = tuple[Kind, int]
+InputBlock = tuple[Group, int]
 Split = Literal["fit", "holdout", "all"]
 Part = Literal["fit", "holdout"]
 Generation = Literal["a", "b"]
 StatsDtype = Literal["float32", "float64"]
 
+GROUPS: tuple[Group, ...] = (*KINDS, "lexical")
 SPLITS: tuple[Part, Part] = ("fit", "holdout")
 GENERATIONS: tuple[Generation, Generation] = ("a", "b")
 ITEM_BYTES = {"float32": 4, "float64": 8}
@@ -49,15 +53,15 @@ class BlockArray:
     """An array of matrices, one per pair of blocks.
 
     Attributes:
-        role: ``source`` for pairs of source blocks, ``cross`` for a source and a target block.
-        kinds: of the left and of the right block.
-        n_left, n_right: layers on either side.
+        role: ``source`` for pairs of input blocks, ``cross`` for an input and a target block.
+        groups: of the left and of the right block.
+        n_left, n_right: layers or lags on either side.
         rows, columns: of each matrix.
         dtype: of the stored numbers.
     """
 
     role: Literal["source", "cross"]
-    kinds: tuple[Kind, Kind]
+    groups: tuple[Group, Group]
     n_left: int
     n_right: int
     rows: int
@@ -67,17 +71,17 @@ class BlockArray:
     @property
     def name(self) -> str:
         """Path under the generation's folder."""
-        return f"{self.role}/{self.kinds[0]}-{self.kinds[1]}"
+        return f"{self.role}/{self.groups[0]}-{self.groups[1]}"
 
     @property
-    def kind_numbers(self) -> tuple[int, int]:
-        """Places of the two kinds in the small arrays' first axis."""
-        return KINDS.index(self.kinds[0]), KINDS.index(self.kinds[1])
+    def vectors(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Where the sums and shifts of the left and of the right blocks are, see `vector_of`."""
+        return vector_of("source", self.groups[0]), vector_of("source" if self.role == "source" else "target", self.groups[1])
 
     @property
     def triangular(self) -> bool:
         """Whether only pairs i <= j are stored."""
-        return self.role == "source" and self.kinds[0] == self.kinds[1]
+        return self.role == "source" and self.groups[0] == self.groups[1]
 
     @property
     def n_pairs(self) -> int:
@@ -86,7 +90,7 @@ class BlockArray:
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(left layer, right layer) of each matrix, left slowest."""
+        """(left layer or lag, right layer or lag) of each matrix, left slowest."""
         return tuple((i, j) for i in range(self.n_left) for j in range(i if self.triangular else 0, self.n_right))
 
     def pair_index(self, left: int, right: int) -> int:
@@ -161,32 +165,43 @@ class Layout:
         source, target: the two models.
         inputs: ``same`` or ``both``; see `kvfit.spec.MapperSpec`.
         stats_dtype: of the matrices.
+        lexical_lags: of the lexical inputs; see `kvfit.spec.MapperSpec`. Empty for none.
     """
 
     source: ModelSpec
     target: ModelSpec
     inputs: Inputs
     stats_dtype: StatsDtype
+    lexical_lags: tuple[int, ...] = ()
 
     @cached_property
     def blocks(self) -> tuple[BlockArray, ...]:
         """The arrays of matrices that each split has."""
-        n, m, f, g = self.source.n_layers, self.target.n_layers, self.source.width, self.target.width
-        both = self.inputs == "both"
-        pairs = [(a, b) for a in KINDS for b in KINDS if a == b or both]
-        source = [BlockArray("source", p, n, n, f, f, self.stats_dtype) for p in pairs if p != ("values", "keys")]
-        cross = [BlockArray("cross", p, n, m, f, g, self.stats_dtype) for p in pairs]
-        return tuple(source + cross)
+        groups = GROUPS if self.lexical_lags else GROUPS[:2]
+        of_source, of_lexical = (self.source.n_layers, self.source.width), (len(self.lexical_lags), self.lexical_width)
+        sizes: dict[Group, tuple[int, int]] = {"keys": of_source, "values": of_source, "lexical": of_lexical}
+        target = (self.target.n_layers, self.target.width)
+        source_pairs = [(a, b) for number, a in enumerate(groups) for b in groups[number:] if self._together(a, b)]
+        cross_pairs = [(a, b) for a in groups for b in KINDS if self._together(a, b)]
+
+        def array(role: Literal["source", "cross"], pair: tuple[Group, Group], right: tuple[int, int]) -> BlockArray:
+            (n_left, rows), (n_right, columns) = sizes[pair[0]], right
+            return BlockArray(role, pair, n_left, n_right, rows, columns, self.stats_dtype)
+
+        return tuple(
+            [array("source", pair, sizes[pair[1]]) for pair in source_pairs]
+            + [array("cross", pair, target) for pair in cross_pairs]
+        )
+
+    def _together(self, a: Group, b: Group) -> bool:
+        """Whether any map can have both groups: lexical inputs go with everything, keys and values where inputs is ``both``."""
+        return a == b or self.inputs == "both" or "lexical" in (a, b)
 
     @cached_property
     def sums(self) -> tuple[VectorArray, ...]:
         """The small arrays that each split has."""
-        source, target = self._vectors
-        return (
-            VectorArray("source_sum", source, "float64"),
-            VectorArray("target_sum", target, "float64"),
-            VectorArray("target_square", target, "float64"),
-        )
+        sums = [VectorArray(f"{name}_sum", shape, "float64") for name, shape in self._vectors.items()]
+        return (*sums, VectorArray("target_square", self._vectors["target"], "float64"))
 
     @property
     def arrays(self) -> tuple[BlockArray | VectorArray, ...]:
@@ -195,13 +210,18 @@ class Layout:
 
     @cached_property
     def shifts(self) -> tuple[VectorArray, ...]:
-        """The two arrays of shifts, shared by the splits."""
-        source, target = self._vectors
-        return (VectorArray("shift/source", source, "float32"), VectorArray("shift/target", target, "float32"))
+        """The arrays of shifts, shared by the splits."""
+        return tuple(VectorArray(f"shift/{name}", shape, "float32") for name, shape in self._vectors.items())
 
     @property
-    def _vectors(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        return (2, self.source.n_layers, self.source.width), (2, self.target.n_layers, self.target.width)
+    def _vectors(self) -> dict[str, tuple[int, int, int]]:
+        shapes = {name: (2, model.n_layers, model.width) for name, model in (("source", self.source), ("target", self.target))}
+        return shapes | ({"lexical": (1, len(self.lexical_lags), self.lexical_width)} if self.lexical_lags else {})
+
+    @property
+    def lexical_width(self) -> int:
+        """Features of one lag's lexical inputs: the target's keys and values of one layer."""
+        return 2 * self.target.width
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -210,17 +230,17 @@ class Layout:
 
     @property
     def token_bytes(self) -> int:
-        """What one token takes in the buffer: both kinds of all layers of both models, in float32."""
-        return 2 * sum(self.widths) * 4
+        """What one token takes in the buffer: both kinds of all layers of both models and the lexical inputs, in float32."""
+        return 4 * (2 * sum(self.widths) + len(self.lexical_lags) * self.lexical_width)
 
     @property
     def split_bytes(self) -> int:
         """Bytes of one split's chunk files; a store holds two splits, and up to twice that while it is written."""
         return sum(array.chunk_bytes * len(array.chunks) for array in self.arrays)
 
-    def block(self, role: Literal["source", "cross"], left: Kind, right: Kind) -> BlockArray | None:
-        """The array of a role and two kinds, None where the store has none."""
-        return next((array for array in self.blocks if array.role == role and array.kinds == (left, right)), None)
+    def block(self, role: Literal["source", "cross"], left: Group, right: Group) -> BlockArray | None:
+        """The array of a role and two groups, None where the store has none."""
+        return next((array for array in self.blocks if array.role == role and array.groups == (left, right)), None)
 
     def paths(self) -> Iterator[tuple[str, BlockArray | VectorArray]]:
         """Every array of the store, live or not, by its path."""
@@ -230,6 +250,11 @@ class Layout:
             for generation in GENERATIONS:
                 for array in self.arrays:
                     yield array_path(split, generation, array), array
+
+
+def vector_of(model: Literal["source", "target"], group: Group) -> tuple[str, int]:
+    """Where the sums and shifts of a group of blocks are: X of the arrays ``X_sum`` and ``shift/X``, and the place in it."""
+    return ("lexical", 0) if group == "lexical" else (model, KINDS.index(group))
 
 
 def array_path(split: Part, generation: Generation, array: BlockArray | VectorArray) -> str:

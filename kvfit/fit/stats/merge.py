@@ -100,7 +100,8 @@ def _common_shift(stores: Sequence[Store]) -> dict[str, Tensor]:
         return {}
     layout: Layout = stores[0].record.layout
     common = {}
-    for array, name in zip(layout.shifts, ("source_sum", "target_sum"), strict=True):
+    for array in layout.shifts:
+        name = f"{array.name.removeprefix('shift/')}_sum"
         total = torch.zeros(array.shape, dtype=torch.float64)
         for store in stores:
             if store.count("all"):
@@ -128,10 +129,10 @@ def _merge_split(writer: StoreWriter, parts: Sequence[_Shifted], split: Part) ->
 def _add_chunk(total: Tensor, part: _Shifted, split: Part, array: BlockArray, number: int, chunk: Chunk) -> None:
     store, count = part.store, part.store.count(split)
     stored = store.chunk(split, array, number)
-    right_name = "target" if array.role == "cross" else "source"
-    left_kind, right_kind = array.kind_numbers
-    left_sum, right_sum = store.sums(split, "source_sum")[left_kind], store.sums(split, f"{right_name}_sum")[right_kind]
-    left_delta, right_delta = part.delta["shift/source"][left_kind], part.delta[f"shift/{right_name}"][right_kind]
+    (left_name, left_place), (right_name, right_place) = array.vectors
+    left_sum = store.sums(split, f"{left_name}_sum")[left_place]
+    right_sum = store.sums(split, f"{right_name}_sum")[right_place]
+    left_delta, right_delta = part.delta[f"shift/{left_name}"][left_place], part.delta[f"shift/{right_name}"][right_place]
     rows = slice(chunk.top, chunk.bottom)
     for place, pair in enumerate(range(chunk.first, chunk.last)):
         i, j = array.pairs[pair]
@@ -143,13 +144,13 @@ def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
     totals: dict[str, Tensor] = {}
     for part in parts:
         store, count = part.store, part.store.count(split)
-        source, target = store.sums(split, "source_sum"), store.sums(split, "target_sum")
-        square = store.sums(split, "target_square")
+        deltas = {name.removeprefix("shift/"): delta for name, delta in part.delta.items()}
         moved = {
-            "source_sum": moments.reshift_sums(source, count, part.delta["shift/source"]),
-            "target_sum": moments.reshift_sums(target, count, part.delta["shift/target"]),
-            "target_square": moments.reshift_squares(square, target, count, part.delta["shift/target"]),
+            f"{name}_sum": moments.reshift_sums(store.sums(split, f"{name}_sum"), count, delta)
+            for name, delta in deltas.items()
         }
+        square, target = store.sums(split, "target_square"), store.sums(split, "target_sum")
+        moved["target_square"] = moments.reshift_squares(square, target, count, part.delta["shift/target"])
         totals = {name: totals[name] + value if totals else value for name, value in moved.items()}
     return {name: total.numpy() for name, total in totals.items()}
 
@@ -212,7 +213,13 @@ def _comparable(record: Record, may_differ: Sequence[str]) -> dict[str, Any]:
     for field in may_differ:
         recipe = _with(recipe, field, None)
     models = {"source": to_json(record.source), "target": to_json(record.target)}
-    return {**models, "inputs": record.inputs, "stats_dtype": record.stats_dtype, "recipe": recipe}
+    return {
+        **models,
+        "inputs": record.inputs,
+        "stats_dtype": record.stats_dtype,
+        "lexical_lags": list(record.lexical_lags),
+        "recipe": recipe,
+    }
 
 
 def _with(recipe: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from kvfit.bundle.files import sync_folder
 from kvfit.errors import StoreError
-from kvfit.fit.stats.layout import SPLITS, BlockArray, Generation, Layout, Part, StatsDtype, VectorArray, array_path
-from kvfit.spec import Inputs, Kind, ModelSpec, SpecError, from_json, to_json
+from kvfit.fit.stats.layout import SPLITS, BlockArray, Generation, Group, Layout, Part, StatsDtype, VectorArray, array_path
+from kvfit.spec import Inputs, ModelSpec, SpecError, from_json, to_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD_NAME = "commit.json"
 PART_FIELD = "part"  # the recipe's field that tells which portion of the text a store saw
 
@@ -43,7 +43,7 @@ class BadValue:
     """Where the first value that is not finite was seen."""
 
     model: str
-    kind: Kind
+    kind: Group
     layer_index: int
 
 
@@ -82,6 +82,7 @@ class Record:
     target: ModelSpec
     inputs: Inputs
     stats_dtype: StatsDtype
+    lexical_lags: tuple[int, ...]
     recipe: dict[str, Any]
     buffer_tokens: int | None
     tokens: Tokens
@@ -92,7 +93,7 @@ class Record:
     @property
     def layout(self) -> Layout:
         """The arrays of the store."""
-        return Layout(self.source, self.target, self.inputs, self.stats_dtype)
+        return Layout(self.source, self.target, self.inputs, self.stats_dtype, self.lexical_lags)
 
     def live_arrays(self) -> dict[str, BlockArray | VectorArray]:
         """The live arrays by path."""
@@ -206,16 +207,20 @@ def _record_digest(value: Any) -> str:
 
 def _parse(value: Any) -> Record:
     names = [field.name for field in dataclasses.fields(Record)]
+    if isinstance(value, Mapping) and value.get("format_version") == 1 and "lexical_lags" not in value:
+        value = {**value, "format_version": FORMAT_VERSION, "lexical_lags": []}  # what version 1 could not have
     if not isinstance(value, Mapping) or set(value) != set(names):
         odd = sorted(set(value) ^ set(names)) if isinstance(value, Mapping) else ["<top>"]
         raise SpecError(odd[0], "an unknown or missing key", "exactly " + ", ".join(names))
     hints: dict[str, Any] = {
         "format_version": int, "kvfit_version": str, "commit": int, "finished": bool, "source": ModelSpec, "target": ModelSpec,
-        "inputs": Inputs, "stats_dtype": StatsDtype, "recipe": dict, "buffer_tokens": int | None, "tokens": Tokens,
-        "batches": Batches, "live": Live, "digests": dict,
+        "inputs": Inputs, "stats_dtype": StatsDtype, "lexical_lags": tuple[int, ...], "recipe": dict,
+        "buffer_tokens": int | None, "tokens": Tokens, "batches": Batches, "live": Live, "digests": dict,
     }  # fmt: skip
     read: dict[str, Any] = {name: from_json(hint, value[name], name) for name, hint in hints.items()}
     record = Record(cursor=value["cursor"], **read)
+    if list(record.lexical_lags) != sorted({lag for lag in record.lexical_lags if lag >= 0}):
+        raise SpecError("lexical_lags", str(list(record.lexical_lags)), "lags of 0 and more, ascending")
     for split in SPLITS:
         n_tokens = getattr(record.tokens, split)
         if n_tokens < 0 or (n_tokens > 0) != (record.live.of(split) is not None) or (n_tokens > 0) > record.live.shift:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,11 +17,22 @@ from torch import Tensor
 from kvfit.errors import StoreError
 from kvfit.fit.stats import moments
 from kvfit.fit.stats.accumulate import Accumulator
-from kvfit.fit.stats.layout import SPLITS, Block, BlockArray, Part, Split, VectorArray, array_path
+from kvfit.fit.stats.layout import (
+    GROUPS,
+    SPLITS,
+    Block,
+    BlockArray,
+    InputBlock,
+    Part,
+    Split,
+    VectorArray,
+    array_path,
+    vector_of,
+)
 from kvfit.fit.stats.record import Array, Record, read_chunk, read_record
 from kvfit.spec import KINDS, Inputs, ModelSpec
 
-__all__ = ["Accumulator", "Block", "Split", "Store"]
+__all__ = ["Accumulator", "Block", "InputBlock", "Split", "Store"]
 
 # Chunks of narrow models hold many blocks; keeping a few spares reading a chunk once per block.
 CACHE_BYTES = 64_000_000
@@ -34,6 +45,7 @@ class Store:
         path: its folder.
         source, target: the models.
         inputs: ``same`` or ``both``.
+        lexical_lags: of the lexical inputs; empty where it holds none.
         recipe: what the statistics were made from.
         finished: True for every store that `open` gives.
         bytes_read: bytes of chunks read from disk so far.
@@ -44,6 +56,7 @@ class Store:
         self.source: ModelSpec = record.source
         self.target: ModelSpec = record.target
         self.inputs: Inputs = record.inputs
+        self.lexical_lags: tuple[int, ...] = record.lexical_lags
         self.recipe: dict[str, Any] = record.recipe
         self.finished: bool = record.finished
         self.bytes_read = 0
@@ -79,49 +92,52 @@ class Store:
         first = None if batches.first is None else vars(batches.first)
         return {"seen": batches.seen, "quarantined": batches.quarantined, "first": first}
 
-    def source_scatter(self, split: Split, a: Block, b: Block) -> Tensor:
-        """Scatter of two source blocks about the split's own means, (F1, F1) float64; rows are features of `a`.
+    def source_scatter(self, split: Split, a: InputBlock, b: InputBlock) -> Tensor:
+        """Scatter of two input blocks about the split's own means, (F_a, F_b) float64; rows are features of `a`.
+
+        An input block is ``("keys", layer)`` or ``("values", layer)`` of the source, F1 features, or ``("lexical", n)``, the
+        n-th of `lexical_lags`: the target's layer-0 keys and values of the token that many places earlier, 2 * G1 features.
 
         Raises:
             StoreError: a block that the store does not hold, or a damaged chunk.
         """
-        self._check(a, self.source, "source")
-        self._check(b, self.source, "source")
-        if (KINDS.index(a[0]), a[1]) > (KINDS.index(b[0]), b[1]):
+        self._check(a, "source")
+        self._check(b, "source")
+        if (GROUPS.index(a[0]), a[1]) > (GROUPS.index(b[0]), b[1]):
             return self.source_scatter(split, b, a).T.contiguous()
-        left, right = self._sum(split, "source_sum", a), self._sum(split, "source_sum", b)
+        left, right = self._sum(split, "source", a), self._sum(split, "source", b)
         scatter = moments.centre(self._products(split, "source", a, b), left, right, self.count(split))
         return (scatter + scatter.T) / 2 if a == b else scatter  # a float32 product is symmetric but for its rounding
 
-    def cross_scatter(self, split: Split, a: Block, b: Block) -> Tensor:
-        """Scatter of source block `a` and target block `b` about the split's own means, (F1, G1) float64.
+    def cross_scatter(self, split: Split, a: InputBlock, b: Block) -> Tensor:
+        """Scatter of input block `a` and target block `b` about the split's own means, (F_a, G1) float64.
 
         Raises:
             StoreError: a block that the store does not hold, or a damaged chunk.
         """
-        self._check(a, self.source, "source")
-        self._check(b, self.target, "target")
+        self._check(a, "source")
+        self._check(b, "target")
         products = self._products(split, "cross", a, b)
-        return moments.centre(products, self._sum(split, "source_sum", a), self._sum(split, "target_sum", b), self.count(split))
+        return moments.centre(products, self._sum(split, "source", a), self._sum(split, "target", b), self.count(split))
 
-    def source_mean(self, split: Split, a: Block) -> Tensor:
-        """Mean of a source block, (F1,) float64."""
-        self._check(a, self.source, "source")
-        return moments.mean(self._shift("shift/source", a), self._sum(split, "source_sum", a), self.count(split))
+    def source_mean(self, split: Split, a: InputBlock) -> Tensor:
+        """Mean of an input block, (F_a,) float64."""
+        self._check(a, "source")
+        return moments.mean(self._shift("source", a), self._sum(split, "source", a), self.count(split))
 
     def target_mean(self, split: Split, b: Block) -> Tensor:
         """Mean of a target block, (G1,) float64."""
-        self._check(b, self.target, "target")
-        return moments.mean(self._shift("shift/target", b), self._sum(split, "target_sum", b), self.count(split))
+        self._check(b, "target")
+        return moments.mean(self._shift("target", b), self._sum(split, "target", b), self.count(split))
 
     def target_scatter(self, split: Split, b: Block) -> Tensor:
         """Sum of squares of each output of a target block about its mean, (G1,) float64."""
-        self._check(b, self.target, "target")
-        squares = self._sum(split, "target_square", b)
-        return moments.centre_squares(squares, self._sum(split, "target_sum", b), self.count(split))
+        self._check(b, "target")
+        squares = self.sums(split, "target_square")[vector_of("target", b[0])[1], b[1]]
+        return moments.centre_squares(squares, self._sum(split, "target", b), self.count(split))
 
     def sums(self, split: Split, name: str) -> Tensor:
-        """A small array about the shift: ``source_sum``, ``target_sum`` or ``target_square``, (2, layers, features) float64."""
+        """A small array about the shift by name, such as ``source_sum``: (kinds, layers or lags, features) float64."""
         array = next(array for array in self._layout.sums if array.name == name)
         total = torch.zeros(array.shape, dtype=torch.float64)
         for part in _parts(split):
@@ -155,12 +171,16 @@ class Store:
             for number in range(len(array.chunks)):
                 self._read(path, array, number)
 
-    def _check(self, block: Block, model: ModelSpec, name: str) -> None:
-        kind, layer_index = block
-        if kind not in KINDS or not 0 <= layer_index < model.n_layers:
-            raise StoreError(f"{self.path} has no {name} block {block}; layers are 0..{model.n_layers - 1}")
+    def _check(self, block: InputBlock, model: Literal["source", "target"]) -> None:
+        group, index = block
+        if group == "lexical" and model == "source":
+            if not 0 <= index < len(self.lexical_lags):
+                lags = ", ".join(map(str, self.lexical_lags)) or "none"
+                raise StoreError(f"{self.path} has no lexical block {index}, its lags are {lags}; capture with --lexical")
+        elif group not in KINDS or not 0 <= index < getattr(self, model).n_layers:
+            raise StoreError(f"{self.path} has no {model} block {block}; layers are 0..{getattr(self, model).n_layers - 1}")
 
-    def _products(self, split: Split, role: Any, a: Block, b: Block) -> Tensor:
+    def _products(self, split: Split, role: Any, a: InputBlock, b: InputBlock) -> Tensor:
         array = self._layout.block(role, a[0], b[0])
         if array is None:
             raise StoreError(f"{self.path} holds no {a[0]} by {b[0]} blocks: capture with inputs=both")
@@ -174,12 +194,14 @@ class Store:
                     total[chunk.top : chunk.bottom] += torch.from_numpy(band.astype("f8"))
         return total
 
-    def _sum(self, split: Split, name: str, block: Block) -> Tensor:
-        return self.sums(split, name)[KINDS.index(block[0]), block[1]]
+    def _sum(self, split: Split, model: Literal["source", "target"], block: InputBlock) -> Tensor:
+        name, place = vector_of(model, block[0])
+        return self.sums(split, f"{name}_sum")[place, block[1]]
 
-    def _shift(self, name: str, block: Block) -> Tensor:
-        array = next(array for array in self._layout.shifts if array.name == name)
-        return self.shift(array)[KINDS.index(block[0]), block[1]]
+    def _shift(self, model: Literal["source", "target"], block: InputBlock) -> Tensor:
+        name, place = vector_of(model, block[0])
+        array = next(array for array in self._layout.shifts if array.name == f"shift/{name}")
+        return self.shift(array)[place, block[1]]
 
     def _vector(self, path: str, array: VectorArray) -> Tensor:
         if path not in self._vectors:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from kvfit.fit.stats import moments
-from kvfit.fit.stats.layout import BlockArray, Layout, Part
+from kvfit.fit.stats.layout import BlockArray, Group, Layout, Part
 from kvfit.fit.stats.writer import StoreWriter
-from kvfit.spec import Kind
 
 UNIT_NUMBERS = 8 * 2**20  # numbers of the float64 blocks that are summed at a time: 64 MiB
 SLOTS = 3  # one is being summed, one is being written, one waits
@@ -56,12 +55,12 @@ class BlockUpdater:
         self._slots: SimpleQueue[_Slot] = SimpleQueue()
         self._product: Tensor | None = None
 
-    def update(self, split: Part, rows: Mapping[Kind, Tensor]) -> dict[BlockArray, list[str]]:
+    def update(self, split: Part, rows: Mapping[Group, Tensor]) -> dict[BlockArray, list[str]]:
         """Add the products of some rows to every block of a split.
 
         Args:
             split: whose blocks.
-            rows: per kind, (N, source and target features) float32, shifted.
+            rows: as `TokenBuffer.rows` gives them, shifted.
 
         Returns:
             The digests of the chunks that were written, per array, for `StoreWriter.end`.
@@ -107,7 +106,7 @@ class BlockUpdater:
         self.wait_seconds += time.perf_counter() - started
         return slot
 
-    def _sum(self, slot: _Slot, array: BlockArray, numbers: range, rows: Mapping[Kind, Tensor]) -> Tensor:
+    def _sum(self, slot: _Slot, array: BlockArray, numbers: range, rows: Mapping[Group, Tensor]) -> Tensor:
         """Sums of products of the pairs of some consecutive chunks, (pairs, rows, columns) float64 on the host."""
         started = time.perf_counter()
         first, last, top, bottom = _extent(array, numbers)
@@ -121,8 +120,8 @@ class BlockUpdater:
             begin = offset + right * array.columns
             moments.sum_products(
                 total[pair - first : pair - first + n_pairs],
-                rows[array.kinds[0]][:, left * array.rows + top : left * array.rows + bottom],
-                rows[array.kinds[1]][:, begin : begin + n_pairs * array.columns],
+                rows[array.groups[0]][:, left * array.rows + top : left * array.rows + bottom],
+                rows[array.groups[1]][:, begin : begin + n_pairs * array.columns],
                 scratch=self._product,
             )
             pair += n_pairs

@@ -194,8 +194,9 @@ def empty_record(layout: Layout, recipe: dict[str, Any]) -> Record:
     """Commit 0: no token yet."""
     return Record(
         format_version=FORMAT_VERSION, kvfit_version=__version__, commit=0, finished=False, cursor=None, source=layout.source,
-        target=layout.target, inputs=layout.inputs, stats_dtype=layout.stats_dtype, recipe=recipe, buffer_tokens=None,
-        tokens=Tokens(0, 0), batches=Batches(0, 0, None), live=Live(False, None, None), digests={},
+        target=layout.target, inputs=layout.inputs, stats_dtype=layout.stats_dtype, lexical_lags=layout.lexical_lags,
+        recipe=recipe, buffer_tokens=None, tokens=Tokens(0, 0), batches=Batches(0, 0, None), live=Live(False, None, None),
+        digests={},
     )  # fmt: skip
 
 

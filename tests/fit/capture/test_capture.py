@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from kvfit.bundle.bundle import Bundle
-from kvfit.errors import MismatchError, StoreError, TextError
+from kvfit.errors import MismatchError, OptionError, StoreError, TextError, UnsupportedModelError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import Activations
-from kvfit.fit.capture.capture import Options, capture
+from kvfit.fit.capture.capture import Options, capture, lexical_lags
 from kvfit.fit.capture.text import TextOptions, documents, sequences
 from kvfit.fit.solve.solve import Options as SolveOptions
 from kvfit.fit.solve.solve import solve
@@ -88,6 +88,55 @@ def test_moments_equal_a_float64_oracle(store: Path, tiny_pair: tuple[Path, Path
                 assert_close(found.source_scatter(split, (kind, a), (kind, 2)), x.T @ x2)
                 assert_close(found.cross_scatter(split, (kind, a), (kind, t)), x.T @ y)
                 assert_close(found.target_scatter(split, (kind, t)), y.square().sum(0))
+
+
+def test_lexical_inputs_equal_a_float64_oracle(store: Path, tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    """The target's first layer, of the token `lag` places before each kept one in the sequence itself, not among the kept."""
+    source, target = (load(folder) for folder in tiny_pair)
+    found = Store.open(store)
+    assert found.lexical_lags == (0, 1, 2)
+    assert found.recipe["options"]["lexical"] == [0, 1, 2]
+    rows: list[list[torch.Tensor]] = [[], [], [], []]
+    for index, sequence in zip(range(12), sequences(TEXT, source.tokenizer, seq_len=64), strict=False):
+        if SMALL.split(index) == "fit":
+            first = activations(target.model, sequence.ids)
+            both = torch.cat([first["keys"][0], first["values"][0]], 1)
+            for lag in (0, 1, 2):
+                rows[lag].append(both[[max(position - lag, 0) for position in range(1, 64, 3)]])
+            rows[3].append(activations(source.model, sequence.ids)["keys"][2][1::3])
+    *lagged, keys = (torch.cat(part) for part in rows)
+    centred = [part - part.mean(0) for part in lagged]
+    for lag, x in enumerate(lagged):
+        assert_close(found.source_mean("fit", ("lexical", lag)), x.mean(0))
+        assert_close(found.source_scatter("fit", ("lexical", lag), ("lexical", 2)), centred[lag].T @ centred[2])
+        assert_close(found.source_scatter("fit", ("lexical", lag), ("keys", 2)), centred[lag].T @ (keys - keys.mean(0)))
+        # The target's own first layer is an output, too, and lag 0 is the same numbers.
+        if lag == 0:
+            y = lagged[0][:, : found.target.width]
+            assert_close(found.cross_scatter("fit", ("lexical", 0), ("keys", 0)), centred[0].T @ (y - y.mean(0)))
+    assert float((lagged[0] - lagged[1]).norm() / lagged[0].norm()) > 0.1  # so that the lags can be told apart
+
+
+def test_lexical_inputs_only_where_the_first_layer_allows_them(tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    target = load(tiny_pair[1]).model
+    assert lexical_lags("auto", target) == (0, 1, 2)
+    assert lexical_lags((1,), target) == (1,)
+    # A first layer that looks at the token before: its keys are no function of the token alone.
+    projection = target.model.layers[0].self_attn.k_proj
+    hook = projection.register_forward_hook(lambda _module, _given, out: out + out.roll(1, dims=1))
+    try:
+        assert lexical_lags("auto", target) == ()
+        assert lexical_lags((), target) == ()
+        with pytest.raises(UnsupportedModelError, match="depend on more than the token"):
+            lexical_lags((0,), target)
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("lexical", [(1, 0), (0, 0), (-1,), (0, 64)])
+def test_lags_that_cannot_be_are_refused(lexical: tuple[int, ...]) -> None:
+    with pytest.raises(OptionError, match="--lexical: found"):
+        Options(seq_len=64, lexical=lexical)
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:

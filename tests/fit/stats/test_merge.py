@@ -64,6 +64,18 @@ def test_shards_merge_to_the_one_shot_answer(tmp_path: Path, mean: float, stats_
     assert max(worst_error(merged, given, split) for split in ("fit", "holdout", "all")) < 1e-6
 
 
+def test_lexical_blocks_merge_and_must_agree(tmp_path: Path) -> None:
+    given = batches(SIZES, mean=100.0, n_lags=2)
+    paths = shards(tmp_path, given, [2, 5], lexical_lags=(0, 2))
+    merged = merge(paths, tmp_path / "out.zarr")
+    merged.verify()
+    assert merged.lexical_lags == (0, 2)
+    assert max(worst_error(merged, given, split) for split in ("fit", "holdout", "all")) < 1e-6
+    capture(tmp_path / "other.zarr", batches(SIZES), recipe={"seed": 0})
+    with pytest.raises(MismatchError, match=r"lexical_lags"):
+        merge([paths[0], tmp_path / "other.zarr"], tmp_path / "no.zarr")
+
+
 def drifting(mean_step: float) -> list[Batch]:
     """Batches whose mean moves on, so that every shard sits about another one."""
     given = batches(SIZES)

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_pair import SOURCE, TARGET, Oracle, batches, capture, model, scratch, worst_error
 
-from kvfit.errors import KvfitError, StoreError
+from kvfit.errors import KvfitError, MismatchError, StoreError
 from kvfit.fit.stats import moments
 from kvfit.fit.stats.layout import Layout
-from kvfit.fit.stats.store import Store
+from kvfit.fit.stats.store import Accumulator, Store
 from kvfit.spec import KINDS
 
 SIZES = [9, 30, 1, 17, 64, 40, 3, 25, 12, 200, 31]
@@ -105,6 +105,65 @@ def test_keys_by_values_blocks(finished: Path) -> None:
     assert torch.equal(store.source_scatter("fit", a, b), store.source_scatter("fit", b, a).T)
 
 
+@pytest.mark.parametrize("inputs", ["same", "both"])
+def test_lexical_blocks(tmp_path: Path, inputs: str) -> None:
+    """Three lags of 24 features each beside the source's 16, in several flushes."""
+    rows = batches(SIZES, mean=4.0, n_lags=3)
+    capture(tmp_path / "s.zarr", rows, inputs=inputs, lexical_lags=(0, 1, 3), n_buffer=64)
+    store = Store.open(tmp_path / "s.zarr")
+    store.verify()
+    assert store.lexical_lags == (0, 1, 3)
+    assert max(worst_error(store, rows, split, both=inputs == "both") for split in ("fit", "holdout", "all")) < BAR
+    a, b = ("lexical", 2), ("values", 1)
+    assert store.source_scatter("fit", a, b).shape == (24, 16)
+    assert torch.equal(store.source_scatter("fit", a, b), store.source_scatter("fit", b, a).T)
+    with pytest.raises(StoreError, match=r"has no lexical block 3, its lags are 0, 1, 3"):
+        store.source_mean("fit", ("lexical", 3))
+    with pytest.raises(StoreError, match="has no target block"):
+        store.target_mean("fit", ("lexical", 0))
+    with Accumulator.create(
+        tmp_path / "t.zarr", source=SOURCE, target=TARGET, recipe={}, lexical_lags=(0, 1, 3)
+    ) as accumulator:
+        _, source, target = batches([4])[0]
+        with pytest.raises(MismatchError, match="source gave lexical of 0 lags, the store needs 3"):
+            accumulator.add("fit", source, target, None)
+
+
+def test_a_store_without_them_says_so(finished: Path) -> None:
+    store = Store.open(finished)
+    assert store.lexical_lags == ()
+    with pytest.raises(StoreError, match="its lags are none; capture with --lexical"):
+        store.source_scatter("fit", ("keys", 0), ("lexical", 0))
+
+
+def as_version_1(path: Path) -> None:
+    """Rewrite a record as kvfit wrote it before there were lexical inputs."""
+    record = json.loads((path / "commit.json").read_bytes())["record"]
+    del record["lexical_lags"]
+    record["format_version"] = 1
+    digest = hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    (path / "commit.json").write_text(json.dumps({"digest": digest, "record": record}))
+
+
+def test_stores_of_version_1_open_and_resume(tmp_path: Path) -> None:
+    rows = batches(SIZES)
+    for name in ("new", "old"):
+        capture(tmp_path / name, rows[:-1], finish=False)
+    as_version_1(tmp_path / "old")
+    for name in ("new", "old"):
+        with Accumulator.resume(tmp_path / name, recipe={"seed": 0}, source=SOURCE, target=TARGET) as accumulator:
+            for number, (split, source, target) in enumerate(rows):
+                if number >= accumulator.cursor:
+                    accumulator.add(split, source, target, number + 1)
+            accumulator.finish(len(rows))
+    new, old = (Store.open(tmp_path / name) for name in ("new", "old"))
+    assert old.record == new.record
+    as_version_1(tmp_path / "old")
+    again = Store.open(tmp_path / "old")
+    again.verify()
+    assert (again.lexical_lags, again.record) == ((), new.record)
+
+
 def test_the_same_blocks_are_not_in_a_store_of_inputs_same(tmp_path: Path) -> None:
     store = captured(tmp_path / "s.zarr")
     with pytest.raises(StoreError, match="keys by values blocks"):
@@ -155,11 +214,11 @@ def test_zarr_reads_the_same_numbers(finished: Path) -> None:
         assert stored.shape == array.shape
         assert stored.nchunks_initialized == len(array.chunks)
         role = store.source_scatter if array.role == "source" else store.cross_scatter
-        sums = (generation["source_sum"][:], generation["source_sum" if array.role == "source" else "target_sum"][:])
         for pair, (i, j) in enumerate(array.pairs):
-            left, right = (sums[side][array.kind_numbers[side], (i, j)[side]] for side in (0, 1))
+            sides = zip(array.vectors, (i, j), strict=True)
+            left, right = (generation[f"{name}_sum"][:][place, number] for (name, place), number in sides)
             centred = stored[pair].astype("f8") - np.outer(left, right) / store.count("fit")
-            found = role("fit", (array.kinds[0], i), (array.kinds[1], j)).numpy()
+            found = role("fit", (array.groups[0], i), (array.groups[1], j)).numpy()
             np.testing.assert_allclose(found, centred, rtol=0, atol=1e-5 * np.abs(centred).max())
 
 
@@ -263,7 +322,7 @@ def test_the_records_of_another_writer_are_read(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2, "kvfit_version": "9.9"}, "format version 2; this kvfit reads 1; update to kvfit 9.9"),
+        ({"format_version": 3, "kvfit_version": "9.9"}, "format version 3; this kvfit reads 2; update to kvfit 9.9"),
         ({"finished": False}, "is incomplete: 432 tokens committed"),
         ({"surplus": 1}, "surplus"),
         ({"inputs": "all"}, "inputs"),
