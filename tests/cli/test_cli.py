@@ -41,7 +41,7 @@ SMALL = ("--num-sequences", "40", "--seq-len", "64", "--token-stride", "1", "--h
 def test_capture_solve_evaluate(run, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     store, bundle = tmp_path / "pair.zarr", tmp_path / "bundle"
     code, out, err = run("capture", *tiny_pair, "--out", store, *SMALL)
-    assert (code, out) == (0, f"{store}: 2560 tokens of 40 sequences (0 short and 0 repeated documents skipped)\n"), err
+    assert (code, out) == (0, f"{store}: 2520 tokens of 40 sequences (0 short and 0 repeated documents skipped)\n"), err
     code, out, err = run("solve", store, "--out", bundle, "--top-k", "2", "--penalty", "1e-2", "--plots", "--json")
     assert code == 0, err
     assert json.loads(out)["options"]["top_k"] == 2
