@@ -27,16 +27,16 @@ WORDS: dict[str, tuple[str, ...]] = {
         "librarian mechanic midwife nurse painter pharmacist pilot plumber potter surveyor tailor teacher welder".split()
     ),
     "food": tuple(
-        "almonds apricots barley beetroot cashews celery cherries dates dumplings figs fennel ginger lentils mango millet "
-        "mushrooms noodles oatmeal olives papaya pumpkin quinoa radishes rice spinach tofu walnuts yoghurt".split()
+        "almonds apricots barley beetroot cashews celery cherries dates dumplings fennel ginger kale mango millet "
+        "mushrooms noodles oatmeal okra papaya pumpkin quinoa radishes rice spinach tofu turnips yoghurt".split()
     ),
     "animal": tuple(
         "badger beaver camel crane dolphin falcon ferret gecko heron ibex jackal koala lemur lynx magpie marmot otter owl "
         "panda pelican penguin raven salmon seal stork toad turtle vole walrus wombat yak zebra".split()
     ),
     "plant": tuple(
-        "acacia aloe aspen bamboo birch borage cedar clover cypress daffodil elm fern hazel heather iris jasmine juniper "
-        "larch lavender lilac lotus maple mint moss myrtle oak orchid poppy sage thistle tulip willow yew".split()
+        "acacia aloe aspen bamboo birch borage clover cypress daffodil elm fern hazel heather iris jasmine juniper "
+        "larch lavender lilac lotus maple mint moss myrtle oleander orchid poppy sage thistle tulip willow yew".split()
     ),
     "subject": tuple(
         "algebra anatomy astronomy botany ceramics economics ethics genetics geometry grammar history law logic mechanics "
@@ -92,7 +92,7 @@ badge|{n} wears badge {v}.|Which badge does {n} wear?|code
 desk|{n} sits at desk {v}.|At which desk does {n} sit?|digits3
 home town|{n} grew up in {v}.|Where did {n} grow up?|city
 profession|{n} works as a {v}.|What does {n} do for a living?|job
-favourite dish|For supper {n} always orders {v}.|What does {n} order for supper?|food
+harvest|This autumn {n} harvested {v}.|What did {n} harvest this autumn?|food
 birthday|The birthday of {n} is on {v}.|When is the birthday of {n}?|date
 locker|{n} keeps a coat in locker {v}.|Which locker does {n} use?|digits3
 supervisor|{n} reports to {v}.|Whom does {n} report to?|person
