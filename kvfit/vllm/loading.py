@@ -31,7 +31,7 @@ class Loader:
 
     def __init__(self, mapper: Mapper, engine: Engine, store: Store, identity: str, options: ConnectorOptions) -> None:
         """Load what a source of one identity has stored."""
-        self._mapper = mapper.to(engine.device)
+        self._mapper = mapper.to(engine.device, engine.dtype)
         self._engine, self._store, self._identity, self._options = engine, store, identity, options
         self._logged: set[str] = set()
         self.stats = KvfitStats()
@@ -83,7 +83,8 @@ class Loader:
             raise EntryError("mismatch", f"found {states.shape[3]} tokens in the store's blocks, needed {n_tokens}")
         tokens = self._chosen(plan, guide)
         pairs = [(layer[0][None], layer[1][None]) for layer in states]
-        for layer_index, (keys, values) in enumerate(self._mapper.transfer_layers(pairs)):
+        first_layer = self._engine.first_layer(plan.token_ids) if self._mapper.spec.lexical_lags else None
+        for layer_index, (keys, values) in enumerate(self._mapper.stream_layers(pairs, first_layer=first_layer)):
             if not (bool(keys.isfinite().all()) and bool(values.isfinite().all())):
                 raise EntryError("nonfinite", f"found NaN or infinity in mapped layer {layer_index}, needed finite numbers")
             self._engine.write(layer_index, plan.block_ids, keys[0], values[0])
