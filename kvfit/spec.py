@@ -306,11 +306,18 @@ def _read(wanted: Any, value: Any, field: str) -> Any:
             return None
         return _read(next(option for option in arguments if option is not type(None)), value, field)
     if wanted is float and type(value) in (int, float):
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise SpecError(field, "an integer beyond a double", "a finite number") from None
+        if not math.isfinite(number):
             raise SpecError(field, str(value), "a finite number")
-        return float(value)
+        return number
     if type(value) is not wanted:
         raise SpecError(field, type(value).__name__, wanted.__name__)
+    if wanted is str and not value.isprintable():
+        # Control characters would reach terminals and cards, and half of a surrogate pair cannot be written at all.
+        raise SpecError(field, ascii(value)[:80], "printable characters")
     return value
 
 
@@ -320,7 +327,8 @@ def _read_dataclass(cls: type, value: Any, field: str) -> Any:
     hints = typing.get_type_hints(cls)
     unknown, missing = sorted(set(value) - set(hints)), sorted(set(hints) - set(value))
     if unknown:
-        raise SpecError(f"{field}.{unknown[0]}".lstrip("."), "an unknown key", f"only {', '.join(hints)}")
+        name = unknown[0] if unknown[0].isprintable() else ascii(unknown[0])
+        raise SpecError(f"{field}.{name[:80]}".lstrip("."), "an unknown key", f"only {', '.join(hints)}")
     if missing:
         raise SpecError(f"{field}.{missing[0]}".lstrip("."), "nothing", "a value")
     read = {name: _read(hint, value[name], f"{field}.{name}".lstrip(".")) for name, hint in hints.items()}

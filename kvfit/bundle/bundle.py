@@ -1,15 +1,11 @@
-"""The bundle: a mapper on disk. This module is the format's only reader and writer.
+"""A bundle that is read: opened, checked in full, its weights read layer by layer.
 
-The format is described in ``docs/reference/bundle-format.md``. `write_bundle` makes a folder whole or not at all;
-`Bundle.open` refuses everything that the page does not allow, and reads weights layer by layer.
+The format is described in ``docs/reference/bundle-format.md``. `Bundle.open` refuses everything that the page does not allow.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,14 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvfit.bundle import document, manifest
+from kvfit.bundle import manifest, mapper_json, records
 from kvfit.bundle import weights as shards
-from kvfit.bundle.files import require_free, sync_folder, whole_folder, write_file
-from kvfit.bundle.strict_json import at
+from kvfit.bundle.additions import add_files, check_evaluation, complete
+from kvfit.bundle.write import is_finite, write_bundle
 from kvfit.errors import BundleError
-from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec
+from kvfit.spec import Kind, MapperSpec
 
-MAX_JSON = 64 << 20
+__all__ = ["Bundle", "Verdict", "add_files", "write_bundle"]
 
 Verdict = Literal["pass", "fail", "unknown"]
 
@@ -58,16 +54,25 @@ class Bundle:
     def open(cls, folder: str | Path, *, verify: bool = True) -> Bundle:
         """Open a bundle and check all of it but the weights' values, which are checked when a layer is read.
 
+        An addition of files that was interrupted after its commit point is completed first.
+
         Args:
             folder: the bundle.
-            verify: False to take the weight files' digests on trust (all other checks stay).
+            verify: False to leave the digests of the weight files to `check_weight_files`; all other checks stay.
 
         Raises:
             BundleError: anything that the format does not allow; names the file and the field.
         """
         path = Path(folder)
         try:
-            return cls._open(path, verify)
+            while True:
+                sums = _content(path / manifest.MANIFEST)
+                try:
+                    return cls._open(path, verify)
+                except BundleError:
+                    # Files that somebody adds meanwhile may be new where the list is still the old one.
+                    if sums == _content(path / manifest.MANIFEST):
+                        raise
         except BundleError as error:
             raise BundleError(f"bundle {path}: {error}") from None
         except OSError as error:
@@ -78,35 +83,58 @@ class Bundle:
         if not folder.is_dir():
             raise BundleError("no such folder")
         # Before anything else: a newer format may differ in all other respects.
-        text = manifest.read_small(folder, "mapper.json", MAX_JSON)
-        parsed = document.parse("mapper.json", text)
-        document.check_version(parsed)
-        digests = manifest.parse(manifest.read_small(folder, manifest.MANIFEST, manifest.MAX_MANIFEST))
+        mapper_json.check_version(manifest.read_record(folder, "mapper.json"))
+        digests = manifest.read(folder)
+        complete(folder, digests)
         manifest.check_folder(folder, digests)
-        manifest.check_digest("mapper.json", hashlib.sha256(text).hexdigest(), digests)
-        stamps = {}
+        names = manifest.shard_names(digests)
+        manifest.check_digests(folder, sorted(set(digests) - set(names) - set(manifest.MAX_RECORD)), digests)
+        stamps = {name: manifest.stamp(folder / name) for name in names}
         tensors: dict[str, shards.StoredTensor] = {}
-        for name in manifest.shard_names(digests):
-            stamps[name] = manifest.stamp(folder / name)
+        for name in names:
             for tensor_name, tensor in shards.read_header(folder / name).items():
                 if tensor_name in tensors:
                     raise BundleError(f"file {name}, tensor {tensor_name[:80]!r}: already in {tensors[tensor_name].file}")
                 tensors[tensor_name] = tensor
-            if verify:
-                manifest.check_digest(name, manifest.file_digest(folder / name), digests)
-        spec = document.read_spec(folder, parsed, tensors)
+        # Read again, because only now it is known to be the file that is listed.
+        spec = mapper_json.read_spec(manifest.read_record(folder, "mapper.json", digests), folder, tensors)
         _check_tensors(spec, tensors)
-        return cls(
+        evaluation = manifest.read_record(folder, "evaluation.json", digests) if "evaluation.json" in digests else None
+        if evaluation is not None:
+            check_evaluation(evaluation)
+        bundle = cls(
             folder=folder,
             spec=spec,
-            recipe=_read_json(folder, "recipe.json", digests),
-            solve=_read_json(folder, "solve.json", digests),
-            evaluation=_read_evaluation(folder, digests),
+            recipe=manifest.read_record(folder, "recipe.json", digests),
+            solve=manifest.read_record(folder, "solve.json", digests),
+            evaluation=evaluation,
             digests=digests,
             nbytes=sum(size for size, _, _ in stamps.values()),
             _tensors=tensors,
             _stamps=stamps,
         )
+        if verify:
+            bundle._check_weight_files()
+        return bundle
+
+    def check_weight_files(self) -> None:
+        """Compare the digests of all weight files with the listed ones, several files at once.
+
+        Raises:
+            BundleError: names the file that is another than the listed one, or that changed since the bundle was opened.
+        """
+        try:
+            self._check_weight_files()
+        except BundleError as error:
+            raise BundleError(f"bundle {self.folder}: {error}") from None
+        except OSError as error:
+            raise BundleError(f"bundle {self.folder}: {error.filename or ''} cannot be read ({error.strerror})") from None
+
+    def _check_weight_files(self) -> None:
+        manifest.check_digests(self.folder, self._stamps, self.digests)
+        for name, stamp in self._stamps.items():
+            if manifest.stamp(self.folder / name) != stamp:
+                raise BundleError(f"file {name}: changed since the bundle was opened; open it again")
 
     @property
     def weights_digest(self) -> str:
@@ -123,7 +151,7 @@ class Bundle:
     @property
     def judged_recompute(self) -> float:
         """Share of the prefix that the target recomputed in the arm that the verdict is about; 0 without such a verdict."""
-        share = None if self.verdict == "unknown" else at(self.evaluation, "options", "recompute")
+        share = None if self.verdict == "unknown" else records.value_at(self.evaluation, "options", "recompute")
         return float(share) if isinstance(share, int | float) and 0 <= share <= 1 else 0.0
 
     def layer(
@@ -192,7 +220,7 @@ class Bundle:
         except (OSError, SafetensorError) as error:
             raise BundleError(f"bundle {self.folder}: file {file}: cannot be read ({' '.join(str(error).split())})") from None
         for name, tensor in zip(names, stored, strict=True):
-            if not _is_finite(tensor):
+            if not is_finite(tensor):
                 raise BundleError(f"bundle {self.folder}: file {file}, tensor {name}: holds NaN or infinite values; fit again")
         return stored
 
@@ -205,142 +233,6 @@ class Bundle:
         self.basis()
         for entry in self.spec.layers:
             self.layer(entry.kind, entry.layer_index)
-
-
-def write_bundle(
-    folder: str | Path,
-    spec: MapperSpec,
-    weights: Iterable[tuple[Kind, int, Tensor, Tensor]],
-    *,
-    recipe: dict[str, Any],
-    solve: dict[str, Any],
-    basis: Tensor | None = None,
-    card: str | None = None,
-    shard_bytes: int = 2 << 30,
-) -> None:
-    """Write a bundle whole or not at all; the same inputs give the same bytes.
-
-    Args:
-        folder: where to; must not exist. Its parent folders are made.
-        spec: what the mapper maps.
-        weights: (kind, target layer, weight, bias) in the order of ``spec.layers``; weight of shape
-            ``spec.weight_shape(kind, layer)``, bias (G,). One at a time is in memory.
-        recipe: how the statistics were captured, as JSON values.
-        solve: how the weights were solved, as JSON values.
-        basis: the shared basis, ``spec.basis_shape``, where ``spec.rank`` is not None.
-        card: text of ``README.md``.
-        shard_bytes: most bytes of a weight file.
-
-    Raises:
-        BundleError: the folder exists, or what was given is not what the spec says; nothing is left behind.
-    """
-    destination = Path(folder)
-    require_free(destination)
-    if spec.format_version != FORMAT_VERSION:
-        raise BundleError(f"field format_version: found {spec.format_version}, needed {FORMAT_VERSION}")
-    if (basis is None) != (spec.rank is None):
-        found = "none" if basis is None else f"one of shape {tuple(basis.shape)}"
-        raise BundleError(f"tensor {shards.BASIS}: found {found}, but the spec has rank {spec.rank}")
-    documents = {
-        "mapper.json": document.render(spec),
-        "recipe.json": document.dump("recipe.json", recipe),
-        "solve.json": document.dump("solve.json", solve),
-    }
-    if card is not None:
-        documents["README.md"] = card.encode("utf-8")
-    plan = shards.plan(shards.tensor_groups(spec), shard_bytes)
-    with whole_folder(destination) as temporary:
-        digests = {name: write_file(temporary / name, data) for name, data in documents.items()}
-        tensors = _stream(spec, basis, weights)
-        for number, wanted in enumerate(plan, 1):
-            name = shards.shard_name(number, len(plan))
-            digests[name] = shards.write_shard(temporary / name, wanted, tensors)
-        for extra, _ in tensors:
-            raise BundleError(f"weights: found {extra} after the last layer of the spec, needed no more")
-        write_file(temporary / manifest.MANIFEST, manifest.render(digests))
-
-
-def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
-    """Add or replace files that do not change what the mapper computes, and list them.
-
-    Each file is put in place whole and ``SHA256SUMS`` last; in between, readers refuse the bundle.
-
-    Args:
-        folder: the bundle.
-        files: content by name: ``evaluation.json``, ``evaluation.md``, ``README.md``, ``LICENSE``, ``*.png``, ``*.svg``.
-
-    Raises:
-        BundleError: another name, or content that a reader would refuse; then nothing was changed.
-    """
-    path = Path(folder)
-    for name, data in files.items():
-        if not manifest.is_extra(name):
-            raise BundleError(f"bundle {path}: file {name[:100]!r}: cannot be added to a finished bundle")
-        if name == "evaluation.json":
-            _check_evaluation(document.parse(name, data))
-        if os.path.lexists(path / name):
-            manifest.check_regular(path, name)
-    digests = manifest.parse(manifest.read_small(path, manifest.MANIFEST, manifest.MAX_MANIFEST))
-    mark = f".{secrets.token_hex(4)}"
-    pending = dict(files)
-    updated = digests | {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    pending[manifest.MANIFEST] = manifest.render(updated)
-    try:
-        for name, data in pending.items():
-            write_file(path / f".{name}{mark}", data)
-        for name in pending:  # insertion order: SHA256SUMS is last
-            os.replace(path / f".{name}{mark}", path / name)
-        sync_folder(path)
-    except OSError as error:
-        raise BundleError(f"bundle {path}: files could not be added ({error.strerror or error})") from None
-    finally:
-        for name in pending:
-            (path / f".{name}{mark}").unlink(missing_ok=True)
-
-
-def _stream(
-    spec: MapperSpec, basis: Tensor | None, weights: Iterable[tuple[Kind, int, Tensor, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every tensor in file order, each checked as it passes."""
-    for role, model in (("source", spec.source), ("target", spec.target)):
-        for index, table in enumerate(model.rope.tables):
-            values = torch.tensor(table.inverse_frequencies, dtype=torch.float64)
-            if not torch.equal(values.float().double(), values):
-                raise BundleError(f"field {role}.rope.tables[{index}].inverse_frequencies: a value that is no float32")
-            yield shards.rope_name(role, index), values.float()
-    stored_dtype = shards.TORCH_DTYPES[shards.STORED[spec.dtype]]
-    if basis is not None:
-        _check_values(shards.BASIS, basis, stored_dtype)
-        yield shards.BASIS, basis
-    count = 0
-    for kind, layer_index, weight, bias in weights:
-        name = f"layers.{layer_index}.{kind}"
-        if count >= len(spec.layers):
-            yield name, weight
-        entry = spec.layers[min(count, len(spec.layers) - 1)]
-        if (kind, layer_index) != (entry.kind, entry.layer_index):
-            raise BundleError(f"weights: found {name}, needed layers.{entry.layer_index}.{entry.kind} next")
-        for part, tensor, dtype in (("weight", weight, stored_dtype), ("bias", bias, None)):
-            _check_values(f"{name}.{part}", tensor, dtype)
-            yield f"{name}.{part}", tensor
-        count += 1
-    if count < len(spec.layers):
-        entry = spec.layers[count]
-        raise BundleError(
-            f"weights: ended after {count} of {len(spec.layers)}, needed layers.{entry.layer_index}.{entry.kind} next"
-        )
-
-
-def _check_values(name: str, tensor: Tensor, dtype: torch.dtype | None) -> None:
-    if dtype is not None and tensor.dtype != dtype:
-        raise BundleError(f"tensor {name}: found {tensor.dtype}, needed {dtype} as the spec says")
-    if not _is_finite(tensor):
-        raise BundleError(f"tensor {name}: holds NaN or infinite values; a larger penalty or another dtype may help")
-
-
-def _own(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    # On the CPU the library hands out the mapped file, which would follow whatever is written over it later.
-    return stored.to(dtype, copy=stored.device.type == "cpu")
 
 
 def _check_tensors(spec: MapperSpec, tensors: Mapping[str, shards.StoredTensor]) -> None:
@@ -363,29 +255,14 @@ def _check_tensors(spec: MapperSpec, tensors: Mapping[str, shards.StoredTensor])
         raise BundleError(f"file {tensors[name].file}, tensor {name[:80]!r}: not a tensor of this mapper")
 
 
-def _read_evaluation(folder: Path, digests: Mapping[str, str]) -> dict[str, Any] | None:
-    if "evaluation.json" not in digests:
+def _content(path: Path) -> bytes | None:
+    """The content of a small file, None where it cannot be read."""
+    try:
+        return records.read_capped(path, manifest.MAX_MANIFEST)
+    except (OSError, ValueError):
         return None
-    evaluation = _read_json(folder, "evaluation.json", digests)
-    _check_evaluation(evaluation)
-    return evaluation
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """One pass and no temporary: NaN wins every comparison of `aminmax`, and infinity is an end of the range."""
-    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
-
-
-def _check_evaluation(evaluation: dict[str, Any]) -> None:
-    if evaluation.get("verdict") not in ("pass", "fail", "unknown"):
-        raise BundleError(
-            f"file evaluation.json, field verdict: found {repr(evaluation.get('verdict'))[:80]}, needed pass, fail or unknown"
-        )
-    if not isinstance(evaluation.get("weights_digest"), str):
-        raise BundleError("file evaluation.json, field weights_digest: needed the digest of the weights that were evaluated")
-
-
-def _read_json(folder: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
-    data = manifest.read_small(folder, name, MAX_JSON)
-    manifest.check_digest(name, hashlib.sha256(data).hexdigest(), digests)
-    return document.parse(name, data)
+def _own(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    # On the CPU the library hands out the mapped file, which would follow whatever is written over it later.
+    return stored.to(dtype, copy=stored.device.type == "cpu")

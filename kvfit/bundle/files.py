@@ -1,17 +1,22 @@
-"""Folders and files that appear whole or not at all."""
+"""Folders and files that appear whole or not at all, and the scratch folders that runs work in."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvfit.errors import BundleError
+
+_LOCK = ".in-use"
+_UNLOCKED_SECONDS = 3600  # a run locks its scratch folder within milliseconds of making it
 
 
 def require_free(folder: str | Path) -> None:
@@ -42,20 +47,63 @@ def require_writable(destination: str | Path) -> None:
 
 
 @contextmanager
-def whole_folder(destination: Path) -> Iterator[Path]:
-    """A temporary sibling that becomes the destination when the block ends well, and vanishes when it does not."""
-    temporary = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
+def scratch_folder(destination: Path) -> Iterator[Path]:
+    """A temporary sibling ``.NAME.XXXXXXXX.partial`` of `destination` that is removed when the block ends.
+
+    A run that was killed leaves its scratch folder behind; the next run for the same destination removes it. The folder of
+    a run that is still going on is left alone: it holds a lock, which the system takes from a process that ends.
+    """
+    from filelock import FileLock
+
+    remove_abandoned(destination)
+    scratch = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
+    scratch.mkdir(parents=True)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        sync_folder(temporary)
-        require_free(destination)  # os.rename would take the place of an empty folder
-        os.rename(temporary, destination)
-        sync_folder(destination.parent)
+        with FileLock(scratch / _LOCK):
+            yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_abandoned(destination: Path) -> None:
+    """Remove the scratch folders that killed runs for `destination` left behind."""
+    name = re.compile(rf"\.{re.escape(destination.name)}\.[0-9a-f]{{8}}\.partial")
+    if not destination.parent.is_dir():
+        return
+    for scratch in list(destination.parent.iterdir()):
+        if name.fullmatch(scratch.name) and _is_abandoned(scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_abandoned(scratch: Path) -> bool:
+    from filelock import FileLock, Timeout
+
+    try:
+        if not (scratch / _LOCK).exists():
+            return time.time() - scratch.stat().st_mtime > _UNLOCKED_SECONDS
+        with FileLock(scratch / _LOCK, timeout=0):
+            return True
+    except (Timeout, OSError):
+        return False
+
+
+@contextmanager
+def whole_folder(destination: Path) -> Iterator[Path]:
+    """A scratch folder that becomes the destination when the block ends well, and vanishes when it does not.
+
+    Raises:
+        BundleError: the destination exists by then, or the disk refused (full, read-only); nothing is left behind.
+    """
+    try:
+        with scratch_folder(destination) as scratch:
+            yield scratch
+            (scratch / _LOCK).unlink(missing_ok=True)
+            sync_folder(scratch)
+            require_free(destination)  # os.rename would take the place of an empty folder
+            os.rename(scratch, destination)
+            sync_folder(destination.parent)
     except OSError as error:
         raise BundleError(f"bundle {destination}: cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_file(path: Path, data: bytes) -> str:
@@ -65,6 +113,12 @@ def write_file(path: Path, data: bytes) -> str:
         stream.flush()
         os.fsync(stream.fileno())
     return hashlib.sha256(data).hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Bring the content of a file that something else wrote down to the disk."""
+    with open(path, "r+b") as stream:
+        os.fsync(stream.fileno())
 
 
 def sync_folder(path: Path) -> None:

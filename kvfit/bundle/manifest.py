@@ -6,13 +6,19 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+from kvfit.bundle import records
 from kvfit.errors import BundleError
 
 MANIFEST = "SHA256SUMS"
 MAX_MANIFEST = 1 << 20
+# Most bytes of each record. A recipe lists the digests of all documents; the others are far below a MiB.
+MAX_RECORD = {"mapper.json": 4 << 20, "recipe.json": 32 << 20, "solve.json": 8 << 20, "evaluation.json": 8 << 20}
+HASH_THREADS = 8  # a thread hashes about 1 GB/s, and disks deliver a few
 REQUIRED = ("mapper.json", "recipe.json", "solve.json")
 SHARD = re.compile(r"mapper-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 EXTRA = re.compile(
@@ -88,6 +94,63 @@ def parse(data: bytes) -> dict[str, str]:
     return digests
 
 
+def read(folder: Path) -> dict[str, str]:
+    """The digests that a bundle lists, by name.
+
+    Raises:
+        BundleError: ``SHA256SUMS`` is missing, or not as the format says.
+    """
+    return parse(read_small(folder, MANIFEST, MAX_MANIFEST))
+
+
+def read_record(folder: Path, name: str, digests: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """A JSON record of a bundle.
+
+    Args:
+        folder: the bundle.
+        name: of the file.
+        digests: to compare the file's digest with.
+
+    Raises:
+        BundleError: it is missing, too large, not the listed one, or no strict JSON object; names the file.
+    """
+    data = read_small(folder, name, MAX_RECORD[name])
+    if digests is not None:
+        check_digest(folder / name, hashlib.sha256(data).hexdigest(), digests)
+    return parse_record(name, data)
+
+
+def parse_record(name: str, data: bytes) -> dict[str, Any]:
+    """A JSON record from its text.
+
+    Raises:
+        BundleError: no strict JSON object; names the file.
+    """
+    try:
+        value = records.parse_json(data)
+    except ValueError as error:
+        raise BundleError(f"file {name}: no strict JSON ({records.one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise BundleError(f"file {name}: found a {type(value).__name__}, needed an object")
+    return value
+
+
+def dump_record(name: str, value: dict[str, Any]) -> bytes:
+    """The text of a JSON record.
+
+    Raises:
+        BundleError: a value that strict JSON does not have, or more than a reader takes; names the file.
+    """
+    try:
+        data = records.dump_json(value)
+        records.parse_json(data)  # so that nothing is written that cannot be read
+    except ValueError as error:
+        raise BundleError(f"file {name}: cannot be written as strict JSON ({records.one_line(error)})") from None
+    if len(data) > MAX_RECORD.get(name, len(data)):
+        raise BundleError(f"file {name}: {len(data)} bytes, needed at most {MAX_RECORD[name]}")
+    return data
+
+
 def shard_names(digests: Mapping[str, str]) -> list[str]:
     """The weight files, in order."""
     return sorted(name for name in digests if SHARD.fullmatch(name))
@@ -148,16 +211,34 @@ def read_small(folder: Path, name: str, limit: int) -> bytes:
     return data
 
 
-def check_digest(name: str, found: str, digests: Mapping[str, str]) -> None:
+def check_digest(path: Path, found: str, digests: Mapping[str, str]) -> None:
     """Refuse a file whose digest is not the listed one.
 
     Raises:
         BundleError: names the file.
     """
-    if found != digests[name]:
+    listed = digests[path.name]
+    if found != listed:
         raise BundleError(
-            f"file {name}: digest {found[:12]}, {MANIFEST} says {digests[name][:12]}; altered or torn, fetch the bundle again"
+            f"file {path.name}: digest {found[:12]}, {MANIFEST} says {listed[:12]}; altered or torn, {how_to_renew(path)}"
         )
+
+
+def check_digests(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> None:
+    """Read files in full, several at once, and compare their digests with the listed ones.
+
+    Raises:
+        BundleError: names the first file, in the order of `names`, that is not the listed one.
+    """
+    paths = [folder / name for name in names]
+    with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing releases the interpreter's lock
+        for path, found in zip(paths, pool.map(file_digest, paths), strict=True):
+            check_digest(path, found, digests)
+
+
+def how_to_renew(path: Path) -> str:
+    """What to do about a damaged file: the Hub's client serves a damaged file of its cache until it is deleted."""
+    return f"delete {os.path.realpath(path)} and load it again" if path.is_symlink() else "fetch the bundle again"
 
 
 def stamp(path: Path) -> tuple[int, int, int]:

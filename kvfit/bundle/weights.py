@@ -1,31 +1,31 @@
-"""Weight files: which tensors a mapper has, which file each is in, and how to write and check the files.
+"""Weight files: which tensors a mapper has, and how they are put into safetensors files.
 
-The files are safetensors. They are written here, tensor by tensor, because the library's writer wants all tensors of a
-file in memory; and headers are read here first, because the library does not refuse duplicate keys.
+The library reads and writes the files. Only their headers are also parsed here, for three things that the library does not
+do: it accepts a key that stands twice, it accepts headers of 100 MB, and it does not say how many bytes a file lacks.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-import json
 import math
-import os
-import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from kvfit.bundle import strict_json
+from kvfit.bundle import manifest, records
+from kvfit.bundle.files import sync_file
 from kvfit.errors import BundleError
 from kvfit.spec import KINDS, Kind, MapperSpec, RopeSpec
 
 MAX_HEADER = 16 << 20
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+BASIS = "basis.weight"
 STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -46,15 +46,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor found in a file; its data are the bytes from `start` up to `end` of the file."""
+    """A tensor that was found, and the name of the file that holds it."""
 
     spec: TensorSpec
     file: str
-    start: int
-    end: int
-
-
-BASIS = "basis.weight"
 
 
 def rope_name(role: str, index: int) -> str:
@@ -107,101 +102,101 @@ def shard_name(number: int, total: int) -> str:
 
 
 def write_shard(path: Path, wanted: list[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
-    """Write one weight file from a stream of named tensors, which must come in the order of `wanted`.
+    """Write one weight file of named tensors, which must come in the order of `wanted`; all of them are in memory at once.
 
     Returns:
         The file's SHA-256 in hexadecimal.
+
+    Raises:
+        BundleError: another tensor than the next of `wanted`.
+        OSError: the disk refused.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for tensor in wanted:
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, offset + tensor.nbytes]}
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data begin on 8 bytes, so that a float32 is aligned in a mapped file
-    digest = hashlib.sha256()
-    with open(path, "xb") as stream:
-        for data in _pieces(struct.pack("<Q", len(text)) + text, wanted, tensors):
-            digest.update(data)
-            stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return digest.hexdigest()
-
-
-def _pieces(head: bytes, wanted: list[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
-    yield head
+    held: dict[str, Tensor] = {}
     for expected in wanted:
         name, tensor = next(tensors)
-        stored = tensor.detach().to("cpu", TORCH_DTYPES[expected.dtype]).contiguous()
-        if name != expected.name or tuple(stored.shape) != expected.shape:
-            raise BundleError(f"tensor {name} {tuple(stored.shape)}: needed {expected.name} {expected.shape}")
-        if expected.nbytes:
-            # Through the address rather than NumPy, which the run time does not need and which has no bfloat16.
-            yield memoryview((ctypes.c_char * expected.nbytes).from_address(stored.data_ptr())).cast("B")
+        if name != expected.name or tuple(tensor.shape) != expected.shape:
+            raise BundleError(f"tensor {name} {tuple(tensor.shape)}: needed {expected.name} {expected.shape}")
+        # A copy, because the library refuses tensors that share memory, and the caller may fill the same one again.
+        held[name] = torch.empty(expected.shape, dtype=TORCH_DTYPES[expected.dtype]).copy_(tensor.detach())
+    try:
+        save_file(held, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(None, f"{path.name}: {records.one_line(error)}") from None
+    sync_file(path)
+    return manifest.file_digest(path)
+
+
+def read_vector(path: Path, name: str) -> list[float]:
+    """The values of a small tensor.
+
+    Raises:
+        BundleError: the file cannot be read.
+    """
+    with _opened(path) as stream:
+        values: list[float] = stream.get_tensor(name).tolist()
+        return values
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a weight file, after checking that the file holds exactly them.
+    """The tensors of a weight file. The library checks that the file holds exactly them, without gap and overlap.
 
     Raises:
-        BundleError: a header that is too long, is no strict JSON, overlaps, leaves gaps, or a file of another size.
+        BundleError: a header that is too long or ambiguous, or that does not describe the file.
     """
-    size = path.stat().st_size
+    header = _parse_header(path)
+    try:
+        with _opened(path) as stream:
+            slices = {name: stream.get_slice(name) for name in stream.keys()}  # noqa: SIM118 (not a mapping)
+            specs = [TensorSpec(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()]
+    except BundleError:
+        described = max((entry["data_offsets"][1] for entry in header.values() if _has_end(entry)), default=0)
+        size, needed = path.stat().st_size, 8 + _header_length(path) + described
+        if size == needed:
+            raise
+        raise BundleError(
+            f"file {path.name}: {size} bytes, its header describes {needed}; truncated or damaged,"
+            f" {manifest.how_to_renew(path)}"
+        ) from None
+    return {spec.name: StoredTensor(spec, path.name) for spec in specs}
+
+
+def _parse_header(path: Path) -> dict[str, Any]:
+    size, length = path.stat().st_size, _header_length(path)
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise BundleError(
+            f"file {path.name}: header of {length} bytes in a file of {size}, needed 2 to {MAX_HEADER} bytes that the file"
+            f" holds; truncated or damaged, {manifest.how_to_renew(path)}"
+        )
     with open(path, "rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if len(head) < 8 or length < 2 or length > min(MAX_HEADER, size - 8):
-            raise BundleError(
-                f"file {path.name}: header of {length} bytes in a file of {size}, needed 2 to {MAX_HEADER} bytes that the file"
-                " holds; the file is truncated or damaged, fetch it again"
-            )
+        stream.seek(8)
         text = stream.read(length)
     try:
-        header = strict_json.loads(text)
+        header = records.parse_json(text)
     except ValueError as error:
-        raise BundleError(f"file {path.name}: header is no strict JSON ({error}); fetch it again") from None
+        raise BundleError(
+            f"file {path.name}: header is no strict JSON ({error}); damaged, {manifest.how_to_renew(path)}"
+        ) from None
     if not isinstance(header, dict):
         raise BundleError(f"file {path.name}: header is a {type(header).__name__}, needed an object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BundleError(f"file {path.name}, field __metadata__: found {_short(metadata)}, needed an object of strings")
-    found = {name: _stored(path.name, name, entry, 8 + length) for name, entry in header.items()}
-    end = 8 + length
-    for tensor in sorted(found.values(), key=lambda item: (item.start, item.end)):
-        if tensor.start != end:
-            raise BundleError(
-                f"file {path.name}, tensor {_short(tensor.spec.name)}: begins at byte {tensor.start},"
-                f" needed {end} (no gap, no overlap)"
-            )
-        end = tensor.end
-    if end != size:
+    return header
+
+
+def _header_length(path: Path) -> int:
+    with open(path, "rb") as stream:
+        return int.from_bytes(stream.read(8), "little")
+
+
+def _has_end(entry: Any) -> bool:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as stream:
+            yield stream
+    except (OSError, SafetensorError) as error:
         raise BundleError(
-            f"file {path.name}: {size} bytes, its header describes {end}; the file is truncated or damaged, fetch it again"
-        )
-    return found
-
-
-def _stored(file: str, name: str, entry: Any, begin: int) -> StoredTensor:
-    where = f"file {file}, tensor {_short(name)}"
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise BundleError(f"{where}: needed an object of dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise BundleError(f"{where}, field dtype: found {_short(dtype)}, needed one of {', '.join(ITEM_BYTES)}")
-    if not (isinstance(shape, list) and len(shape) <= 3 and all(type(axis) is int and 0 <= axis < 1 << 40 for axis in shape)):
-        raise BundleError(f"{where}, field shape: found {_short(shape)}, needed up to 3 axes")
-    if not (
-        isinstance(offsets, list) and len(offsets) == 2 and all(type(item) is int and 0 <= item < 1 << 62 for item in offsets)
-    ):
-        raise BundleError(f"{where}, field data_offsets: found {_short(offsets)}, needed two byte offsets")
-    spec = TensorSpec(name, dtype, tuple(shape))
-    if offsets[1] - offsets[0] != spec.nbytes:
-        raise BundleError(
-            f"{where}, field data_offsets: {offsets[1] - offsets[0]} bytes, needed {spec.nbytes} for {dtype} {tuple(shape)}"
-        )
-    return StoredTensor(spec, file, begin + offsets[0], begin + offsets[1])
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:80]
+            f"file {path.name}: cannot be read ({records.one_line(error)}); damaged, {manifest.how_to_renew(path)}"
+        ) from None

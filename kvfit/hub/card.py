@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfit.bundle.bundle import Bundle, add_files
-from kvfit.bundle.strict_json import at
+from kvfit.bundle.records import value_at
 from kvfit.errors import BundleError
 from kvfit.hub.refs import is_repository
 from kvfit.spec import KINDS, Kind, ModelSpec
@@ -76,7 +76,7 @@ def metadata(bundle: Bundle, license: str | None = None) -> dict[str, Any]:
     base = [model.ref for model in (spec.source, spec.target) if is_repository(model.ref)]
     if base:
         found["base_model"] = base
-    named = [at(text, "dataset") for text in _parts(at(bundle.recipe, "text"))]
+    named = [value_at(text, "dataset") for text in _parts(value_at(bundle.recipe, "text"))]
     datasets = [name for name in dict.fromkeys(map(str, named)) if is_repository(name)]
     if datasets:
         found["datasets"] = datasets
@@ -154,7 +154,7 @@ def _usage(bundle: Bundle, ref: str | None) -> str:
 def _judged(bundle: Bundle) -> str:
     """The arguments of `handoff` that the evaluation judged: with others the verdict says little."""
     evaluation = bundle.evaluation
-    options = None if evaluation is None else at(evaluation, "options")
+    options = None if evaluation is None else value_at(evaluation, "options")
     found = dict(options) if isinstance(options, dict) else {}
     numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
     arguments = [f"exact_head={numbers.get('exact_head', 1)}"]
@@ -192,17 +192,17 @@ def _recipe(bundle: Bundle) -> str:
     spec, recipe, solve = bundle.spec, bundle.recipe, bundle.solve
     rows: list[tuple[str, Any]] = [
         *(
-            (label, _joined(at(text, name) for text in _parts(at(recipe, "text"))))
+            (label, _joined(value_at(text, name) for text in _parts(value_at(recipe, "text"))))
             for label, name in (("text", "dataset"), ("its configuration", "config"), ("its revision", "revision"))
         ),
         *(
-            (name.replace("_", " "), _joined(_parts(at(recipe, "options", name))))
+            (name.replace("_", " "), _joined(_parts(value_at(recipe, "options", name))))
             for name in ("num_sequences", "seq_len", "token_stride", "skip_tokens", "seed")
         ),
-        ("tokens to fit", at(solve, "tokens", "fit")),
-        ("tokens held out", at(solve, "tokens", "holdout")),
-        ("source layers per target layer", at(solve, "options", "top_k")),
-        ("penalty", at(solve, "options", "penalty")),
+        ("tokens to fit", value_at(solve, "tokens", "fit")),
+        ("tokens held out", value_at(solve, "tokens", "holdout")),
+        ("source layers per target layer", value_at(solve, "options", "top_k")),
+        ("penalty", value_at(solve, "options", "penalty")),
         ("support", spec.support),
         ("inputs", spec.inputs),
         ("gain", spec.gain),
@@ -222,7 +222,7 @@ def _fit(bundle: Bundle) -> str:
     rows = []
     for kind in KINDS:
         layers = [layer for layer in bundle.spec.layers if layer.kind == kind]
-        single = at(bundle.solve, "r2", kind, "single", "holdout")
+        single = value_at(bundle.solve, "r2", kind, "single", "holdout")
         fit, holdout = (sum(getattr(layer, name) for layer in layers) / len(layers) for name in ("r2_fit", "r2_holdout"))
         worst = min(layers, key=lambda layer: layer.r2_holdout)
         rows.append((kind, single, holdout, fit, f"{worst.r2_holdout:.3f} (layer {worst.layer_index})"))
@@ -238,7 +238,7 @@ def _fit(bundle: Bundle) -> str:
 
 def _r2_map(bundle: Bundle, kind: Kind) -> str:
     """R2 of every single source layer for every target layer, one character each; nothing where it was not recorded."""
-    values = at(bundle.solve, "probe", kind, "holdout")
+    values = value_at(bundle.solve, "probe", kind, "holdout")
     n_source, n_target = bundle.spec.source.n_layers, bundle.spec.target.n_layers
     if not (isinstance(values, list) and len(values) == n_target):
         return ""
@@ -258,7 +258,7 @@ def _quality(bundle: Bundle) -> str:
     evaluation = bundle.evaluation
     if evaluation is None or evaluation["weights_digest"] != bundle.weights_digest:
         return "## Quality\n\nNot evaluated yet: run `kvfit evaluate` on this folder before you rely on it."
-    arms = at(evaluation, "arms")
+    arms = value_at(evaluation, "arms")
     arms = {name: row for name, row in arms.items() if isinstance(row, dict)} if isinstance(arms, dict) else {}
     order = [name for name in _ARMS if name in arms] + sorted(set(arms) - set(_ARMS))
     metrics = [name for name in _METRICS if any(row.get(name) is not None for row in arms.values())]
@@ -272,11 +272,11 @@ def _quality(bundle: Bundle) -> str:
         "\n\nShare of gap: `(source - arm) / (source - native)` of NLL, in nats per token,"
         " with its paired bootstrap 95 % interval."
     )
-    tokens, where = at(evaluation, "tokens"), at(evaluation, "text")
+    tokens, where = value_at(evaluation, "tokens"), value_at(evaluation, "text")
     if isinstance(tokens, dict):
         counts = ", ".join(f"{tokens[name]} {name}" for name in sorted(tokens))
         text += f"\n\nText: {_cell(where)} ({counts}). {_overlap(evaluation)}"
-    transfer, prefill = at(evaluation, "milliseconds", "transfer"), at(evaluation, "milliseconds", "prefill")
+    transfer, prefill = value_at(evaluation, "milliseconds", "transfer"), value_at(evaluation, "milliseconds", "prefill")
     if isinstance(transfer, int | float) and isinstance(prefill, int | float) and transfer > 0:
         times = prefill / transfer
         text += f"\n\nLatency, median: transfer {transfer:.1f} ms, prefill {prefill:.1f} ms ({times:.1f} times as long)."
@@ -285,9 +285,9 @@ def _quality(bundle: Bundle) -> str:
 
 def _overlap(evaluation: dict[str, Any]) -> str:
     """Whether the mapper was fitted on what it was measured on: claimed only where it was looked up."""
-    if at(evaluation, "overlap", "checked") is not True:
+    if value_at(evaluation, "overlap", "checked") is not True:
         return "Whether the mapper was fitted on some of it is not known: there is no record of the documents."
-    left_out = at(evaluation, "overlap", "left_out")
+    left_out = value_at(evaluation, "overlap", "left_out")
     more = f"; {left_out} documents that they did see were left out" if type(left_out) is int and left_out else ""
     return f"Neither fit nor selection saw any of these documents{more}."
 
@@ -356,7 +356,7 @@ def _name(model: ModelSpec) -> str:
 
 def _parts(value: Any) -> list[Any]:
     """A value of a recipe, or those of the captures that were merged."""
-    merged = at(value, "merged")
+    merged = value_at(value, "merged")
     return merged if isinstance(merged, list) else [value]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvfit.runtime.mapper import Mapper
 
-PATTERNS = ["mapper.json", "mapper-*.safetensors", "recipe.json", "solve.json", "evaluation.json", "evaluation.md", "README.md"]
+PATTERNS = ["mapper.json", "mapper-*.safetensors", "recipe.json", "solve.json", "evaluation.*", "fit.yaml", "README.md"]
 PATTERNS += ["LICENSE", "*.png", "*.svg", manifest.MANIFEST]
 
 

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import re
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from kvfit.bundle import records
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import BundleError, RefError
 from kvfit.hub.refs import is_repository, is_tag, split_ref
 from kvfit.spec import FORMAT_VERSION, KINDS, SpecError, from_json
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 SCHEMA = 1
+MAX_ENTRY = 64 << 10
 SCORES = ("share_of_gap", "kl", "top1", "recall")
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 _OPTIONAL = ("repo", "folder", "commit")
+_log = logging.getLogger("kvfit")
 
 
 @dataclass(frozen=True)
@@ -140,20 +138,27 @@ def registry_folder() -> Path | None:
 def list_mappers(source: str | None = None, target: str | None = None, *, folder: Path | None = None) -> list[MapperEntry]:
     """The registered mappers, best first for each pair.
 
+    A file that is not as the schema says is left out with a warning in the log: one bad file does not hide the others.
+
     Args:
         source: only those from this model, ``org/name`` or ``org/name@commit``.
         target: only those to this model.
         folder: another registry than the one that came with kvfit.
 
     Raises:
-        RefError: a registry file that is not as the schema says.
+        RefError: `folder` is not there.
     """
     home = folder or registry_folder()
     if home is None:
         return []
     if not home.is_dir():
         raise RefError(f"registry {home}: no such folder")
-    entries = [read_entry(path) for path in sorted(home.glob("*.toml"))]
+    entries = []
+    for path in sorted(home.glob("*.toml")):
+        try:
+            entries.append(read_entry(path))
+        except RefError as error:
+            _log.warning("%s; left out", error)
     chosen = [entry for entry in entries if _matches(entry.source, source) and _matches(entry.target, target)]
     return sorted(chosen, key=_rank)
 
@@ -183,17 +188,17 @@ def read_entry(path: Path) -> MapperEntry:
     """One entry.
 
     Raises:
-        RefError: the file is not as the schema says; names the field.
+        RefError: the file is no regular file of at most 64 KiB, or not as the schema says; names the field.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = records.parse_toml(records.read_capped(path, MAX_ENTRY))
     except (OSError, ValueError) as error:
-        raise RefError(f"registry file {path.name}: cannot be read as TOML ({' '.join(str(error).split())[:200]})") from None
+        raise RefError(f"registry file {path.name!r}: cannot be read as TOML ({records.one_line(error, 200)})") from None
     scores = document.pop("scores", {})
     if not isinstance(scores, dict) or not all(
-        _NAME.fullmatch(name) and type(value) in (int, float) and math.isfinite(value) for name, value in scores.items()
+        _NAME.fullmatch(name) and type(value) in (int, float) for name, value in scores.items()
     ):
-        raise RefError(f"registry file {path.name}, field scores: needed a table of finite numbers")
+        raise RefError(f"registry file {path.name!r}, field scores: needed a table of finite numbers")
     pairs = tuple((name, float(value)) for name, value in scores.items())
     try:
         # TOML has no null, so what may be absent is put in here.
@@ -202,7 +207,7 @@ def read_entry(path: Path) -> MapperEntry:
             **{item.name: getattr(entry, item.name) for item in dataclasses.fields(entry)}, scores=pairs, home=path.parent
         )
     except SpecError as error:
-        raise RefError(f"registry file {path.name}, {' '.join(str(error).split())[:300]}") from None
+        raise RefError(f"registry file {path.name!r}, {records.one_line(error)}") from None
 
 
 def make_entry(

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvfit.bundle import document, manifest
+from kvfit.bundle import manifest, mapper_json, records
 from kvfit.bundle import weights as shards
 from kvfit.bundle.bundle import Bundle
 from kvfit.bundle.files import write_file
@@ -25,7 +25,7 @@ from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec, SpecError, read_mapper_
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
-MAX_MANIFEST = 64 << 20
+MAX_MANIFEST = 48 << 20  # holds a recipe.json and a solve.json of the largest size that a bundle may have
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Artifact:
         digests = _read_sums(manifest.read_small(folder, manifest.MANIFEST, manifest.MAX_MANIFEST))
         manifest.check_folder(folder, digests)
         text = manifest.read_small(folder, MANIFEST, MAX_MANIFEST)
-        manifest.check_digest(MANIFEST, hashlib.sha256(text).hexdigest(), digests)
-        content = document.parse(MANIFEST, text)
+        manifest.check_digest(folder / MANIFEST, hashlib.sha256(text).hexdigest(), digests)
+        content = manifest.parse_record(MANIFEST, text)
         calibration, own = content.pop("calibration", {}), content.pop("kvfit", None)
         for name, value in (("calibration", calibration), ("kvfit", {} if own is None else own)):
             if not isinstance(value, dict):
@@ -77,10 +77,10 @@ class Artifact:
         try:
             statement = statement_from_json(content)
         except SpecError as error:
-            raise BundleError(f"file {MANIFEST}, {' '.join(str(error).split())[:300]}") from None
+            raise BundleError(f"file {MANIFEST}, {records.one_line(error)}") from None
         stamp = manifest.stamp(folder / WEIGHTS)
         _check_tensors(statement, shards.read_header(folder / WEIGHTS))
-        manifest.check_digest(WEIGHTS, manifest.file_digest(folder / WEIGHTS), digests)
+        manifest.check_digests(folder, (WEIGHTS,), digests)
         return cls(folder, statement, calibration, own, stamp)
 
     def own_spec(self) -> MapperSpec | None:
@@ -97,12 +97,12 @@ class Artifact:
         for name in ("mapper", "solve"):
             if not isinstance(self.own.get(name), dict):
                 raise BundleError(f"{where} kvfit.{name}: found {type(self.own.get(name)).__name__}, needed an object")
-        document.check_version(self.own["mapper"], f"{where} kvfit.mapper")
+        mapper_json.check_version(self.own["mapper"], f"{where} kvfit.mapper")
         try:
             spec = read_mapper_spec(self.own["mapper"])
             needed = state(spec, self.statement.mapper_id)
         except (SpecError, MismatchError) as error:
-            raise BundleError(f"{where} kvfit.mapper, {' '.join(str(error).split())[:300]}") from None
+            raise BundleError(f"{where} kvfit.mapper, {records.one_line(error)}") from None
         differing = contradiction(self.statement, needed)
         if differing is not None:
             name, found, said = (str(part)[:100] for part in differing)
@@ -142,7 +142,7 @@ class Artifact:
             if manifest.stamp(self.folder / WEIGHTS) != self._stamp:
                 raise BundleError(f"{where}: changed since it was opened; try again once nobody writes it")
         except (OSError, SafetensorError) as error:
-            raise BundleError(f"{where}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+            raise BundleError(f"{where}: cannot be read ({records.one_line(error, 200)})") from None
 
 
 def write_artifact(folder: Path, bundle: Bundle, mapper_id: str) -> int:
@@ -161,7 +161,7 @@ def write_artifact(folder: Path, bundle: Bundle, mapper_id: str) -> int:
         # A version 1 spec in memory has the fields of version 2, so it is written as version 2.
         "kvfit": {"mapper": to_json(replace(bundle.spec, format_version=FORMAT_VERSION)), "solve": bundle.solve},
     }
-    text = document.dump(MANIFEST, content)
+    text = manifest.dump_record(MANIFEST, content)
     if len(text) > MAX_MANIFEST:
         raise MismatchError(
             f"file {MANIFEST}: {len(text)} bytes with recipe.json and solve.json, needed at most {MAX_MANIFEST}"

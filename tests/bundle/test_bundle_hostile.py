@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from bundle_factory import evaluated_bundle, lexical_spec, mapper_spec, rewrite_sums
+from safetensors.torch import load_file, save_file
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import BundleError, KvfitError
@@ -205,6 +206,37 @@ def pipe(folder):
     os.mkfifo(folder / "recipe.json")
 
 
+def with_a_picture(folder):
+    for name in ("README.md", "evaluation.md", "LICENSE", "r2-map.png"):
+        (folder / name).write_bytes(b"\x89 of " + name.encode())
+    rewrite_sums(folder)
+    Bundle.open(folder)
+
+
+@hostile(r"README\.md: digest", sums=False)
+def card_altered(folder):
+    with_a_picture(folder)
+    (folder / "README.md").write_bytes(b"another")
+
+
+@hostile(r"evaluation\.md: digest", sums=False)
+def report_altered(folder):
+    with_a_picture(folder)
+    (folder / "evaluation.md").write_bytes(b"another")
+
+
+@hostile(r"r2-map\.png: digest", sums=False)
+def one_bit_of_a_picture(folder):
+    with_a_picture(folder)
+    (folder / "r2-map.png").write_bytes(b"\x88 of r2-map.png")
+
+
+@hostile(r"LICENSE: digest", sums=False)
+def licence_cut_short(folder):
+    with_a_picture(folder)
+    (folder / "LICENSE").write_bytes(b"")
+
+
 # -- the spec --------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +305,51 @@ def digits_without_end(folder):
     (folder / "recipe.json").write_text('{"x": ' + "9" * 10000 + "}")
 
 
+@hostile(r"mapper\.json: no strict JSON \(an integer of 400 digits, beyond 64 bits\)")
+def digits_in_a_number(folder):
+    edit_text(folder / "mapper.json", '"penalty": 0.01', '"penalty": ' + "9" * 400)
+
+
+@hostile(r"solve\.json: no strict JSON \(an integer beyond 64 bits\)")
+def integer_of_65_bits(folder):
+    (folder / "solve.json").write_text(f'{{"x": {2**64}}}')
+
+
+@hostile(r"recipe\.json: no strict JSON \(more than 400000 values\)")
+def values_without_end(folder):
+    (folder / "recipe.json").write_text('{"x": [' + "[]," * 500_000 + "0]}")
+
+
+@hostile(r"mapper\.json: more than 4194304 bytes")
+def spec_huge(folder):
+    (folder / "mapper.json").write_text("[" + "[]," * 21_000_000 + "0]")
+
+
+@hostile(r"mapper\.json: no strict JSON \(half of a surrogate pair in '.ud800'\)")
+def half_of_a_surrogate_pair(folder):
+    edit_text(folder / "mapper.json", '"org/small"', r'"\ud800"')
+
+
+@hostile(r"evaluation\.json: no strict JSON \(half of a surrogate pair")
+def half_of_a_surrogate_pair_in_a_key(folder):
+    edit_text(folder / "evaluation.json", '"reasons"', r'"\udfff"')
+
+
+@hostile(r"mapper\.json, field source\.family: found '.x1b\[2J', needed printable characters")
+def escape_sequence(folder):
+    edit_spec(folder, lambda spec: spec["source"].update(family="\x1b[2J"))
+
+
+@hostile(r"mapper\.json, field kvfit_version: found '1.u202e0', needed printable characters")
+def text_from_right_to_left(folder):
+    edit_spec(folder, lambda spec: spec.update(kvfit_version="1\u202e0"))
+
+
+@hostile(r"mapper\.json, field 'x.x1b.n.2J': found an unknown key")
+def escape_sequence_in_a_key(folder):
+    edit_spec(folder, lambda spec: spec.update({"x\x1b\n[2J": 1}))
+
+
 @hostile(r"mapper\.json, field layers\[1\]\.source_layers: found \[2\]")
 def layer_beyond_the_source(folder):
     edit_spec(folder, lambda spec: spec["layers"][1].update(source_layers=[2]))
@@ -327,7 +404,7 @@ def verdict_of_nothing(folder):
 # -- the weight files ------------------------------------------------------------------------------------------
 
 
-@hostile(rf"{SHARD}: \d+ bytes, its header describes \d+; the file is truncated")
+@hostile(rf"{SHARD}: \d+ bytes, its header describes \d+; truncated or damaged, fetch the bundle again")
 def weights_truncated(folder):
     data = (folder / SHARD).read_bytes()
     (folder / SHARD).write_bytes(data[:-100])
@@ -368,16 +445,16 @@ def tensor_twice_in_a_header(folder):
     (folder / SHARD).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
-@hostile(rf"{SHARD}, field __metadata__")
+@hostile(rf"{SHARD}: cannot be read .*invalid type: sequence, expected a string")
 def metadata_of_another_type(folder):
     edit_header(folder, lambda header: header.update(__metadata__={"x": [1]}))
 
 
 @hostile(r"tensor layers\.2\.values\.bias: missing from the weight files")
 def tensor_missing(folder):
-    data = (folder / SHARD).read_bytes()
-    (folder / SHARD).write_bytes(data[:-32])  # its data are the last 8 float32
-    edit_header(folder, lambda header: header.pop("layers.2.values.bias"))
+    tensors = load_file(folder / SHARD)
+    del tensors["layers.2.values.bias"]
+    save_file(tensors, folder / SHARD)
 
 
 @hostile(rf"{SHARD}, tensor 'layers\.3\.keys\.bias': not a tensor of this mapper")
@@ -397,27 +474,27 @@ def shape_of_the_same_size(folder):
     edit_header(folder, lambda header: header["layers.1.keys.weight"].update(shape=[4, 16]))
 
 
-@hostile(r"tensor 'layers\.1\.keys\.weight', field data_offsets: 256 bytes, needed 128 for BF16")
+@hostile(rf"{SHARD}: cannot be read .*invalid shape, data type, or offset")
 def type_of_another_size(folder):
     edit_header(folder, lambda header: header["layers.1.keys.weight"].update(dtype="BF16"))
 
 
-@hostile(r"tensor 'layers\.1\.keys\.weight', field dtype: found 'I32'")
+@hostile(r"tensor layers\.1\.keys\.weight: I32 \(8, 8\), needed F32 \(8, 8\) by mapper\.json")
 def type_unknown(folder):
     edit_header(folder, lambda header: header["layers.1.keys.weight"].update(dtype="I32"))
 
 
-@hostile(r"tensor 'layers\.1\.keys\.weight', field shape: found \[-8, -8\]")
+@hostile(rf"{SHARD}: cannot be read .*invalid value: integer `-8`")
 def shape_negative(folder):
     edit_header(folder, lambda header: header["layers.1.keys.weight"].update(shape=[-8, -8]))
 
 
-@hostile(r"tensor 'layers\.1\.keys\.weight', field shape")
+@hostile(rf"{SHARD}: cannot be read .*overflow computing buffer size")
 def shape_that_overflows(folder):
     edit_header(folder, lambda header: header["layers.1.keys.weight"].update(shape=[2**62, 2**62]))
 
 
-@hostile(r"begins at byte \d+, needed \d+ \(no gap, no overlap\)")
+@hostile(rf"{SHARD}: cannot be read .*invalid offset for tensor `layers\.1\.(keys|values)\.bias`")
 def tensors_overlap(folder):
     def change(header):
         header["layers.1.values.bias"]["data_offsets"] = header["layers.1.keys.bias"]["data_offsets"]
@@ -602,11 +679,11 @@ def test_fuzz_never_worse_than_a_kvfit_error(tmp_path, listed):
     """Bytes flipped, cut, doubled and moved at seeded places, with and without the digests made good again."""
     chance = random.Random(20 + listed)
     sound = evaluated_bundle(tmp_path / "sound", spec=lexical_spec(dtype="bfloat16"), shard_bytes=1200)
-    content = {path.name: path.read_bytes() for path in sound.iterdir()}
+    content = {path.name: path.read_bytes() for path in sound.iterdir() if not path.name.startswith(".")}
     folder = tmp_path / "bundle"
     folder.mkdir()
     refused = 0
-    rounds = 300
+    rounds = 200
     for _ in range(rounds):
         mutated = dict(content)
         for _ in range(chance.choice((1, 1, 1, 3))):

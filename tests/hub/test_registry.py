@@ -1,5 +1,6 @@
 """The registry: its schema, what is found in it, and that the entries shipped with kvfit are right."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -85,27 +86,52 @@ def test_an_entry_reads_and_is_written_the_same(tmp_path):
         ('verdict = "pass"', 'verdict = "good"', "verdict"),
         ('verdict = "pass"\n', 'verdict = "pass"\nstars = 5\n', "stars"),
         ('family = "llama"\n\n[target]', "\n[target]", "source.family"),
-        ("share_of_gap = 0.5", "share_of_gap = nan", "scores"),
+        ("share_of_gap = 0.5", "share_of_gap = nan", "the number nan, needed a finite one"),
         ("share_of_gap = 0.5", 'share_of_gap = "much"', "scores"),
         ("[scores]", "[scores", "TOML"),
         ("schema = 1", "schema = 1\nschema = 1", "TOML"),
         ("schema = 1", "schema = 1\nhome = '/'", "home"),
+        ("share_of_gap = 0.5", "share_of_gap = " + "9" * 400, "beyond 64 bits"),
+        ("nbytes = 1234", "nbytes = " + "9" * 400, "beyond 64 bits"),
+        ('family = "llama"', 'family = "lla\\u001b[2Jma"', "source.family: found .*needed printable"),
+        ('license = "apache-2.0"', 'license = "mit\\u202e"', "license: found .*needed printable"),
+        ("nbytes = 1234", "nbytes = 1979-05-27", "a date"),
+        ("schema = 1", "deep = " + "[" * 20000 + "\nschema = 1", "nested deeper"),
+        ("schema = 1", "long = '" + "x" * (64 << 10) + "'\nschema = 1", "more than 65536 bytes"),
     ],
 )
-def test_an_entry_that_is_not_as_the_schema_says(tmp_path, old, new, field):
+def test_an_entry_that_is_not_as_the_schema_says(tmp_path, caplog, old, new, field):
     path = write(tmp_path, change=(old, new))
-    with pytest.raises(RefError, match=rf"registry file a\.toml.*{field}") as caught:
+    with pytest.raises(RefError, match=rf"registry file 'a\.toml'.*{field}") as caught:
         read_entry(path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(RefError):
-        list_mappers(folder=tmp_path)
+    # The others are found all the same, and the log says which was left out.
+    write(tmp_path, "b.toml", repo=("org/mapper", "org/other"))
+    assert [entry.repo for entry in list_mappers(folder=tmp_path)] == ["org/other"]
+    assert find_mapper("org/small", "org/large", folder=tmp_path).repo == "org/other"
+    assert f"{caught.value}; left out" in caplog.messages
 
 
-_TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=30)
+def test_what_is_no_regular_file_is_left_out(tmp_path, caplog):
+    write(tmp_path, "good.toml")
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "dangling.toml").symlink_to("nowhere")
+    (tmp_path / "escape\x1b[2J.toml").write_text("schema = 2")
+    (tmp_path / "linked.toml").symlink_to("good.toml")
+    assert len(list_mappers(folder=tmp_path)) == 2  # the good one, and the link to it
+    assert len(caplog.messages) == 5
+    for name in ("pipe", "zero", "folder", "dangling"):
+        assert any(f"registry file '{name}.toml': cannot be read" in message for message in caplog.messages)
+    assert all(message.isprintable() for message in caplog.messages)
+
+
+_TEXT = st.text(st.characters(exclude_categories=("Cs",)).filter(str.isprintable), min_size=1, max_size=30)
 
 
 @given(_TEXT, _TEXT, st.floats(allow_nan=False, allow_infinity=False), st.integers(0, 2**53))
-def test_any_text_and_number_survives_toml(tmp_path_factory, license, ref, score, nbytes):
+def test_any_printable_text_and_number_survives_toml(tmp_path_factory, license, ref, score, nbytes):
     entry = MapperEntry(
         schema=1, repo=None, folder="demo", revision="v1", commit=None, format_version=1, weights_digest="sha256:" + "0" * 64,
         nbytes=nbytes, license=license, verdict="unknown", source=ModelPin(ref, "", "x"), target=ModelPin("a", "b", ref),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from kvfit.bundle.strict_json import at
+from kvfit.bundle.records import value_at
 from kvfit.errors import OptionError
 from kvfit.fit.evaluate.diagnose import Diagnosis
 from kvfit.spec import KINDS
@@ -179,7 +179,7 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
         thresholds: see there.
     """
     failed = []
-    fitted = at(solve, "tokens", "fit")
+    fitted = value_at(solve, "tokens", "fit")
     if isinstance(fitted, int) and fitted < thresholds.tokens_per_input * inputs:
         failed.append(
             f"fitted on {fitted} tokens for {inputs} inputs, needed {thresholds.tokens_per_input:g} per input: capture more "
@@ -226,7 +226,7 @@ def _misplaced(order: torch.Tensor, thresholds: Thresholds) -> list[tuple[int, i
 def _dropped(found: Diagnosis, solve: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
     failed = []
     for kind in KINDS:
-        solved = at(solve, "r2", kind, "chosen", "holdout")
+        solved = value_at(solve, "r2", kind, "chosen", "holdout")
         if isinstance(solved, float) and not solved - found.explained[kind] <= thresholds.explained_drop:
             failed.append(
                 f"{kind}: explained variance {found.explained[kind]:.2f}, {solved:.2f} when it was solved, needed a drop of at "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit.bundle.strict_json import at
+from kvfit.bundle.records import value_at
 from kvfit.errors import MismatchError
 from kvfit.fit.stats import digests, moments
 from kvfit.fit.stats.layout import SPLITS, BlockArray, Chunk, Layout, Part
@@ -246,17 +246,17 @@ def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
     # Captures of one text and options, by how often the same part of them is there.
     captures: dict[str, list[Record]] = {}
     for record in records:
-        captures.setdefault(json.dumps([at(record.recipe, *field.split(".")) for field in OF_TEXT], sort_keys=True), []).append(
-            record
-        )
+        captures.setdefault(
+            json.dumps([value_at(record.recipe, *field.split(".")) for field in OF_TEXT], sort_keys=True), []
+        ).append(record)
     counts = []
     for same in captures.values():
         parts = [json.dumps(part, sort_keys=True) for record in same for part in _part_list(record)]
-        counts += [at(same[0].recipe, "options", "num_sequences")] * max((parts.count(part) for part in parts), default=1)
+        counts += [value_at(same[0].recipe, "options", "num_sequences")] * max((parts.count(part) for part in parts), default=1)
     if len(counts) > 1 and all(type(count) is int for count in counts):
         recipe = _with(recipe, "options.num_sequences", sum(counts))
     for field in OF_TEXT:
-        values = [value for same in captures.values() for value in _unmerged(at(same[0].recipe, *field.split(".")))]
+        values = [value for same in captures.values() for value in _unmerged(value_at(same[0].recipe, *field.split(".")))]
         different = {json.dumps(value, sort_keys=True): value for value in values}
         if field != "options.num_sequences" and len(different) > 1:
             recipe = _with(recipe, field, {"merged": [different[key] for key in sorted(different)]})
