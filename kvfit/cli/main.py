@@ -126,8 +126,9 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
     "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
 )
 @click.option(
-    "--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values."
+    "--inputs", type=click.Choice(["same", "both"]), default="both", help="both: predict each kind from keys and values."
 )
+@click.option("--lexical", callback=lags, metavar="LAGS", default="auto", help="Lags of lexical inputs, as for capture.")
 @click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
 @click.option(
     "--memory-budget", callback=size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."

@@ -14,8 +14,8 @@ import torch
 
 from kvfit.errors import KvfitError
 from kvfit.fit.capture import models
+from kvfit.fit.capture.capture import LEXICAL_LAGS, check_batch_size
 from kvfit.fit.capture.capture import Options as CaptureOptions
-from kvfit.fit.capture.capture import check_batch_size
 from kvfit.fit.capture.geometry import Geometry, is_built_in, read_geometry
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
@@ -166,11 +166,12 @@ def plan(
     num_sequences: int = 500,
     seq_len: int = 1024,
     token_stride: int = 4,
-    skip_tokens: int = 0,
+    skip_tokens: int = 1,
     top_k: int | Literal["all", "auto"] = "all",
     support: Support = "full",
-    inputs: Inputs = "same",
+    inputs: Inputs = "both",
     stats_dtype: StatsDtype = "float32",
+    lexical: tuple[int, ...] | Literal["auto"] = "auto",
     weight_bytes: int = 4,
     penalties: int = 6,
     memory_budget: int = 2 << 30,
@@ -185,6 +186,7 @@ def plan(
         source: ref of the source, or the name of a geometry in `kvfit.fit.capture.geometry.GEOMETRIES`.
         target: likewise.
         num_sequences, seq_len, token_stride, skip_tokens, inputs, stats_dtype, memory_budget, batch_size: as for `capture`.
+        lexical: as for `capture`; ``auto`` counts as the lags that it stands for.
         top_k, support: as for `solve`; ``auto`` counts as ``all``.
         weight_bytes: of one stored weight.
         penalties: tried on the holdout split; 1 for a fixed penalty.
@@ -206,6 +208,7 @@ def plan(
         skip_tokens=skip_tokens,
         inputs=inputs,
         stats_dtype=stats_dtype,
+        lexical=lexical,
     )
     check_batch_size(batch_size)
     solving = SolveOptions(top_k=top_k, support=support, inputs=inputs)
@@ -213,7 +216,7 @@ def plan(
     if not any(map(is_built_in, (source, target))):
         _check_tokenizers((source, target), revisions, trust_remote_code)
     a, b = pair
-    layout = Layout(_spec(a), _spec(b), inputs, stats_dtype)
+    layout = Layout(_spec(a), _spec(b), inputs, stats_dtype, LEXICAL_LAGS if lexical == "auto" else lexical)
     solving.check_layers(a.n_layers)
     kept = len(capturing.kept)
     tokens = num_sequences * kept
@@ -227,8 +230,7 @@ def plan(
     read = input_set((layout.source, layout.target), "keys", range(chosen), support, inputs)
     one = f / chosen
     probes = a.n_layers * ((2 if support == "full" else 2 * b.n_heads) * one**3 / 3 + 4.0 * one * one * outputs)
-    pairs = a.n_layers * (a.n_layers + 1) // 2 * 2 + (a.n_layers**2 if inputs == "both" else 0)
-    per_token = 2.0 * f1 * f1 * pairs + 2.0 * f1 * g1 * a.n_layers * b.n_layers * 2 * kinds
+    per_token = sum(2.0 * array.n_pairs * array.rows * array.columns for array in layout.blocks)
     split_bytes = layout.split_bytes
     shifts = sum(array.chunk_bytes for array in layout.shifts)
     check_budget(layout, memory_budget)

@@ -30,8 +30,8 @@ SMALL = {"num_sequences": 12, "seq_len": 48, "token_stride": 3, "skip_tokens": 1
 
 def test_sizes_equal_a_real_run(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     refs = str(tiny_pair[0]), str(tiny_pair[1])
-    planned = plan(*refs, top_k=2, **SMALL)
-    options = Options(holdout=0.3, **SMALL)
+    planned = plan(*refs, top_k=2, inputs="same", **SMALL)
+    options = Options(holdout=0.3, inputs="same", **SMALL)
     captured = capture(*refs, tmp_path / "pair.zarr", text=TextOptions("demo:text"), options=options, progress=False)
     assert planned.tokens == captured.tokens == Store.open(captured.store).count("all")
     chunks = sum(path.stat().st_size for path in captured.store.rglob("c.*"))
@@ -43,9 +43,11 @@ def test_sizes_equal_a_real_run(tiny_pair: tuple[Path, Path], tmp_path: Path) ->
 
 def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path) -> None:
     """Torch's own counter of floating-point operations is the oracle; a small budget makes several commits."""
-    options = Options(num_sequences=200, seq_len=64, token_stride=2, holdout=0.0)
-    budget = 14 << 20
-    planned = plan(SOURCE, TARGET, num_sequences=200, seq_len=64, token_stride=2, memory_budget=budget, batch_size=4)
+    options = Options(num_sequences=200, seq_len=64, token_stride=2, holdout=0.0, lexical=(0, 2))
+    budget = 22 << 20
+    planned = plan(
+        SOURCE, TARGET, num_sequences=200, seq_len=64, token_stride=2, memory_budget=budget, batch_size=4, lexical=(0, 2)
+    )
     captured = capture(
         SOURCE, TARGET, tmp_path / "pair.zarr", text=TextOptions("demo:text"), options=options,
         loading=(FLOAT32, FLOAT32), batch_size=4, memory_budget=budget, progress=False,
@@ -64,8 +66,10 @@ def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path
         {kind: [torch.randn(captured.tokens, model.width)] * model.n_layers for kind in KINDS}
         for model in (found.source, found.target)
     ]
+    rows[0]["lexical"] = [torch.randn(captured.tokens, 2 * found.target.width)] * 2
+    shape = {"source": found.source, "target": found.target, "inputs": "both", "lexical_lags": (0, 2)}
     with (
-        Accumulator.create(tmp_path / "again", source=found.source, target=found.target, recipe={}) as again,
+        Accumulator.create(tmp_path / "again", recipe={}, **shape) as again,
         FlopCounterMode(display=False) as statistics,
     ):
         again.add("fit", *rows, None)
@@ -80,7 +84,8 @@ def test_a_budget_that_capture_would_refuse_is_refused() -> None:
 
 def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:
     rates = Rates("cpu", forward=2e12, float32=1e12, float64=5e11)
-    planned = plan("qwen3-14b", "qwen3-32b", rates=rates)
+    options = {"inputs": "same", "lexical": ()}
+    planned = plan("qwen3-14b", "qwen3-32b", rates=rates, **options)
     assert plan("qwen3-14b", "qwen3-32b").seconds is None
     assert planned.seconds == {
         "forward": planned.forward_flops / 2e12,
@@ -90,7 +95,7 @@ def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:
     assert planned.to_json()["seconds"] == planned.seconds
     assert "4.71e+04 TFLOP, at least 6.5 h" in str(planned)
     assert "63, 7.09 TB read and written; a larger --memory-budget makes them fewer" in str(planned)
-    assert "fewer" not in str(plan("qwen3-14b", "qwen3-32b", memory_budget=32 << 30))
+    assert "fewer" not in str(plan("qwen3-14b", "qwen3-32b", memory_budget=32 << 30, **options))
 
 
 def test_rates_are_of_this_machine() -> None:
@@ -111,9 +116,9 @@ def test_parameters_are_counted_from_the_configuration(tiny_pair: tuple[Path, Pa
 
 def test_a_published_pair_by_name() -> None:
     """The bundle of the paper's 14B to 32B pair with 8 layers: 1.07 billion parameters (table 12), biases apart."""
-    planned = plan("qwen3-14b", "qwen3-32b", top_k=8)
+    planned = plan("qwen3-14b", "qwen3-32b", top_k=8, inputs="same")
     assert planned.bundle_bytes / 4 == pytest.approx(1.07e9, rel=0.01)
-    assert plan("qwen3-14b", "qwen3-32b", top_k=8, support="head").bundle_bytes < planned.bundle_bytes / 7.9
+    assert plan("qwen3-14b", "qwen3-32b", top_k=8, inputs="same", support="head").bundle_bytes < planned.bundle_bytes / 7.9
     assert planned.tokens == 128_000
     assert "40 layers x 8 KV heads x 128" in str(planned)
 

@@ -124,14 +124,14 @@ def _float32_products(product: Tensor, left: Tensor, right: Tensor) -> None:
     float32 activations far from zero and half-precision activations do. How far it does depends on the processor, so the
     rows are cut here.
     """
-    narrow = min(left.shape[1], right.shape[1]) < 16  # `addmm_` then adds row by row to the sum so far
+    narrow = min(left.shape[1], right.shape[1]) < 16  # `addmm` then adds row by row to the sum so far
     torch.mm(left[:ROWS_PER_PRODUCT].T, right[:ROWS_PER_PRODUCT], out=product)
     for start in range(ROWS_PER_PRODUCT, left.shape[0], ROWS_PER_PRODUCT):
         rows, columns = left[start : start + ROWS_PER_PRODUCT], right[start : start + ROWS_PER_PRODUCT]
         if narrow:
             product += rows.T @ columns
         else:
-            product.addmm_(rows.T, columns)
+            torch.addmm(product, rows.T, columns, out=product)
 
 
 def sums(rows: Tensor) -> Tensor:
