@@ -191,7 +191,9 @@ def append(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
 
 def place(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
     """As `append`, for tensors that the caller gives away: an empty dynamic layer takes them without a copy."""
-    append(cache, layer_index, keys[:, :, :0], values[:, :, :0])  # makes the layer where it does not exist yet
+    known = cache.layers[layer_index] if layer_index < len(cache.layers) else None
+    if known is None or not getattr(known, "is_initialized", False):  # a full static window takes no empty update
+        append(cache, layer_index, keys[:, :, :0], values[:, :, :0])  # makes the layer where it does not exist yet
     layer = cache.layers[layer_index]
     if type(layer).__name__ == "DynamicLayer" and int(layer.get_seq_length()) == 0 and layer.keys.dtype == keys.dtype:
         layer.keys, layer.values = keys, values

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from kvfit.model.decoder import unwrapped
 from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import WeightStamp, check_model, require_model
+from kvfit.runtime.rewrite import check_rewrite, refuse_attention
 from kvfit.spec import MapperSpec, ModelSpec
 
 Role = Literal["source", "target"]
@@ -22,6 +23,7 @@ class KnownModels:
         self._specs: dict[str, ModelSpec] = {"source": spec.source, "target": spec.target}
         self._spec = spec
         self._stamps: weakref.WeakKeyDictionary[Any, dict[str, WeightStamp]] = weakref.WeakKeyDictionary()
+        self._rewrites: weakref.WeakSet[Any] = weakref.WeakSet()
         self._bound: weakref.ref[Any] | None = None
         self._lock = threading.Lock()
 
@@ -50,6 +52,18 @@ class KnownModels:
             stamp = self._stamps.get(unwrapped(model), {}).get(role)
         if stamp is None or not stamp.holds(model):
             self.verify(role, model)
+
+    def check_rewrite(self, target_model: Any) -> None:
+        """Check that the target can run chosen tokens again, unless it is known to.
+
+        Raises:
+            UnsupportedModelError: says why it cannot.
+        """
+        model = unwrapped(target_model)
+        refuse_attention(model, "to run chosen tokens")  # may change from call to call
+        if model not in self._rewrites:
+            check_rewrite(model, self._spec.target.windows)
+            self._rewrites.add(model)
 
     def verify(self, role: Role, model: Any, *tokenizer: Any) -> None:
         """Check a model, and a tokenizer where one is given, whether it is known or not.

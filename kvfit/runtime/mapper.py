@@ -177,6 +177,14 @@ class Mapper:
         self._models.check("source", source_model)
         self._models.check("target", target_model)
 
+    def check_rewrite(self, target_model: Any) -> None:
+        """Check at first use that the target can run chosen tokens of a cache again, as `handoff(recompute=...)` needs.
+
+        Raises:
+            UnsupportedModelError: says why it cannot.
+        """
+        self._models.check_rewrite(target_model)
+
     @torch.no_grad()
     def transfer(
         self,

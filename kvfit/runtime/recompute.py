@@ -1,12 +1,15 @@
 """Guided recompute: which tokens of a moved conversation the target should run itself.
 
 A map loses exact content: a code, a name, a number. The source still has the conversation, and its retrieval heads look
-straight at the tokens that the next answer needs. So it runs the new tokens on its own cache, and what the last one attends to
-says which tokens are worth the target's time:
+straight at the tokens that the next answer needs. So it reads the last few tokens once more on its own cache and drafts the
+first words of the answer, and what these queries attend to says which tokens are worth the target's time:
 
-    weights   attention of the last new token over the prefix without its first token, for every layer and head
-    heads     the 16 with the largest single weight, averaged
+    weights   attention of each query over the prefix without its first token, for every layer and head
+    heads     per query, the 16 with the largest single weight, averaged
+    worth     of a token: the mean over the queries
     windows   16 neighbouring tokens each, best sum first, until the budget is used
+
+The last tokens of a question look where to begin; the draft looks where the answer stands, also where that takes two steps.
 
 Source: own measurements; see docs/guides/recompute.md.
 """
@@ -14,25 +17,29 @@ Source: own measurements; see docs/guides/recompute.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
+from kvfit.model.first_layer import first_layer
 from kvfit.runtime.rewrite import refuse_attention
+from kvfit.runtime.watch import Watch
 
 N_HEADS = 16
 WINDOW_TOKENS = 16
+QUESTION_TOKENS = 8
+DRAFT_TOKENS = 12
+
+# `auto` covers this share of what the queries look at, with no fewer and no more tokens than these shares of the prefix.
+AUTO_COVERED = 0.9
+AUTO_LEAST, AUTO_MOST = 0.02, 0.2
 
 Pairs = list[tuple[Tensor, Tensor]]
-
-_SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
 
 
 @torch.no_grad()
@@ -43,11 +50,12 @@ def guided_tokens(
     *,
     prefix: int,
     n_tokens: int,
-    fraction: float,
+    fraction: float | Literal["auto"],
     first: int = 0,
     attention_mask: Tensor | None = None,
+    excluded: Tensor | None = None,
 ) -> Tensor:
-    """The tokens that the guide's last new token looks at.
+    """The tokens that the guide looks at as it reads the end of the conversation and begins its answer.
 
     Args:
         guide: the source model, with attention ``sdpa`` or ``eager``.
@@ -55,25 +63,55 @@ def guided_tokens(
         input_ids: (B, S) the conversation, S > prefix.
         prefix: tokens that the guide has read.
         n_tokens: choose among tokens `first` to `n_tokens` - 1.
-        fraction: of `n_tokens`, rounded up: how many to choose.
+        fraction: of `n_tokens`, rounded up: how many to choose. ``auto``: as many as the guide's attention asks for.
         first: see `n_tokens`; the first token of each sequence and padding come last in any case.
         attention_mask: (B, S), 0 on left padding.
+        excluded: (B, S) booleans, tokens that should not be chosen either.
 
     Returns:
         (B, C) indices into the conversation, ascending; C = ceil(fraction * n_tokens).
 
     Raises:
-        MismatchError: `fraction` is not between 0 and 1.
+        MismatchError: `fraction` is not between 0 and 1, or `pairs` hold other tokens than `input_ids`.
         UnsupportedModelError: the guide's attention cannot be watched.
     """
-    if not 0 <= fraction <= 1:
+    if fraction != "auto" and not 0 <= fraction <= 1:
         raise MismatchError(f"recompute: found {fraction}, needed a fraction of 0 to 1")
-    weights = _Heads(guide, pairs, input_ids, prefix, attention_mask).strongest()[..., :n_tokens]
+    refuse_attention(caches.unwrapped(guide), "to watch what it attends to")
+    reader = _Reader(guide, pairs, input_ids, prefix, attention_mask)
+    reader.check_tokens()
+    worth = reader.worth()[:, :n_tokens]
+    eligible = candidates(input_ids, attention_mask)[:, :n_tokens].to(worth.device)
+    eligible &= torch.arange(n_tokens, device=worth.device) >= first
+    if excluded is not None:
+        eligible &= ~excluded[:, :n_tokens].to(worth.device)
+    count = auto_count(worth, eligible) if fraction == "auto" else share_of(n_tokens, fraction)
+    return choose_tokens(worth[:, None], eligible, count)
+
+
+def share_of(n_tokens: int, fraction: float) -> int:
+    """A share of some tokens, rounded up."""
     # Less a rounding error of the product, so that 0.1 of 30 is 3.
-    count = min(n_tokens, math.ceil(fraction * n_tokens - 1e-9))
-    eligible = candidates(input_ids, attention_mask)[:, :n_tokens].to(weights.device)
-    eligible &= torch.arange(n_tokens, device=weights.device) >= first
-    return choose_tokens(weights, eligible, count)
+    return min(n_tokens, math.ceil(fraction * n_tokens - 1e-9))
+
+
+def auto_count(worth: Tensor, eligible: Tensor, window: int = WINDOW_TOKENS) -> int:
+    """How many tokens to choose so that they hold most of what the queries look at, in the row that needs most.
+
+    Args:
+        worth: (B, T) attention.
+        eligible: (B, T) tokens to choose from.
+        window: tokens chosen together.
+
+    Returns:
+        The tokens of the fewest windows that hold `AUTO_COVERED` of the attention, within `AUTO_LEAST` and `AUTO_MOST`.
+    """
+    n_tokens = worth.shape[1]
+    mean = worth.double().masked_fill(~eligible, 0.0)
+    blocks = F.pad(mean, (0, -n_tokens % window)).view(len(mean), -1, window).sum(-1).sort(1, descending=True).values
+    missing = blocks.cumsum(1) < AUTO_COVERED * blocks.sum(1, keepdim=True)
+    needed = int((missing.sum(1) + 1).amax()) * window
+    return max(share_of(n_tokens, AUTO_LEAST), min(needed, share_of(n_tokens, AUTO_MOST)))
 
 
 def candidates(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -86,10 +124,10 @@ def choose_tokens(weights: Tensor, eligible: Tensor, count: int, window: int = W
     """The tokens of the best windows.
 
     A token is worth the sum of the best window that holds it, so that the best windows come first and whole; within one window
-    the token with the larger weight.
+    the token with the larger weight comes first.
 
     Args:
-        weights: (B, heads, T) attention.
+        weights: (B, heads, T) attention; its mean over the heads counts.
         eligible: (B, T) tokens to choose from; others only when these run out.
         count: C, tokens to choose.
         window: tokens of a window.
@@ -108,113 +146,136 @@ def choose_tokens(weights: Tensor, eligible: Tensor, count: int, window: int = W
     return order[:, :count].sort(dim=1).values
 
 
-class _Heads:
-    """The guide's strongest heads for the last token of a conversation."""
+class _Reader:
+    """The guide, as it reads the last tokens of a conversation on its own cache and drafts an answer."""
 
     def __init__(self, guide: Any, pairs: Pairs, input_ids: Tensor, prefix: int, attention_mask: Tensor | None) -> None:
         self.model = caches.unwrapped(guide)
-        self.pairs = pairs
+        self.pairs, self.prefix = pairs, prefix
         device = input_device(self.model)
         self.input_ids = input_ids.to(device)
         self.mask = None if attention_mask is None else attention_mask.to(device)
-        self.prefix = prefix
         self.eligible = candidates(self.input_ids, self.mask)[:, :prefix]
-        self.kept: Tensor | None = None
+        # Of the pass that runs: the strongest heads so far, and their largest weights.
+        self.kept: Tensor | None = None  # (B, queries, heads, prefix)
+        self.strength = torch.empty(0)  # (B, queries, heads)
         self.seen: set[int] = set()
 
-    def strongest(self) -> Tensor:
-        """(B, heads, prefix) attention of the `N_HEADS` heads with the largest single weight on an eligible token."""
-        refuse_attention(self.model, "to watch what it attends to")
-        watch = _Watch(self._take)
-        cache = caches.recording_cache(watch.expect)
-        for layer_index, (keys, values) in enumerate(self.pairs):
-            caches.place(cache, layer_index, keys, values)  # appending makes new tensors, so these stay as they are
-        last = self.input_ids.shape[1] - 1
-        if last > self.prefix:
-            self._run(cache, self.prefix, last)
+    def check_tokens(self) -> None:
+        """Refuse a cache of other tokens, such as one that beam search has left: layer 0 knows which token it was made from.
+
+        Raises:
+            MismatchError: names the first token.
+        """
+        held, positions = self.pairs[0][1], None
+        if self.mask is not None:
+            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, : self.prefix]
+        try:
+            _, wanted = first_layer(self.model, self.input_ids[:, : self.prefix], positions)
+        except UnsupportedModelError:  # what a token's layer 0 is cannot be told without the tokens before it
+            return
+        wanted = wanted.to(held.device, torch.float32)
+        error = (held.float() - wanted).abs().amax((1, 3)) / wanted.abs().amax((1, 3)).clamp(min=1e-6)  # (B, prefix)
+        if self.mask is not None:
+            error = error.masked_fill(self.mask[:, : self.prefix].to(error.device) == 0, 0.0)
+        wrong = error > 0.25  # other arithmetic differs by a few hundredths at most
+        if bool(wrong.any()):
+            row, token = wrong.nonzero()[0].tolist()
+            raise MismatchError(
+                f"source_cache: found keys and values of another token than input_ids has at row {row}, token {token}, needed "
+                "the cache of these very ids: beam search, returned sequences and edited text leave other ones"
+            )
+
+    def worth(self) -> Tensor:
+        """(B, prefix) what the queries look at, on average over queries and strongest heads."""
+        length = self.input_ids.shape[1]
+        question = min(QUESTION_TOKENS, length)
+        start = min(self.prefix, length - question)  # what the cache holds of the question is read once more
+        watch = Watch(self._take)
+        cache = _roomy_cache(self.pairs, start, length - start + DRAFT_TOKENS, watch)
+        if length - question > start:
+            self._run(cache, self.input_ids[:, start : length - question], length - question)
         with watch:
+            logits = self._run(cache, self.input_ids[:, length - question :], length, watch, keep=1)
+            total = self._taken().sum(1)
+            n_queries = torch.full((len(total), 1), float(question), device=total.device)
+            alive = torch.ones_like(n_queries, dtype=torch.bool)
+            for step in range(DRAFT_TOKENS):
+                token = logits[:, -1].argmax(-1, keepdim=True)
+                alive = alive & ~self._ends(token).to(total.device)
+                logits = self._run(cache, token, length + step + 1, watch, keep=1)
+                total += self._taken()[:, 0] * alive
+                n_queries += alive
+        return total / n_queries
+
+    def _ends(self, token: Tensor) -> Tensor:
+        """(B, 1) whether a drafted token ends the answer."""
+        found = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        ends = [found] if isinstance(found, int) else list(found or [])
+        return torch.stack([token == end for end in ends]).any(0) if ends else torch.zeros_like(token, dtype=torch.bool)
+
+    def _run(self, cache: Any, ids: Tensor, length: int, watch: Watch | None = None, keep: int | None = None) -> Tensor:
+        """Run tokens on the cache, which holds `length` tokens then; with `watch` look at what they attend to."""
+        mask = self.mask
+        if mask is not None:
+            mask = F.pad(mask, (0, max(0, length - mask.shape[1])), value=1)[:, :length]
+        if watch is not None:
+            watch.rows = ids.shape[1]
             watch.expect(None)
-            self._run(cache, last, last + 1)
+            self.kept, self.seen = None, set()
+        return caches.forward(self.model, ids, cache, attention_mask=mask, logits_to_keep=keep, base=keep is None)
+
+    def _taken(self) -> Tensor:
+        """(B, queries, prefix) the mean of each query's strongest heads in the pass that has run."""
         missing = sorted(set(range(len(self.pairs))) - self.seen)
         if missing or self.kept is None:
             raise UnsupportedModelError(
                 f"{self.model.config.model_type}, layer {missing[0] if missing else 0}: found no attention of it, needed a "
                 "softmax or scaled_dot_product_attention: choose the tokens yourself (exact_tokens=)"
             )
-        return self.kept
-
-    def _run(self, cache: Any, start: int, stop: int) -> None:
-        mask = None if self.mask is None else self.mask[:, :stop]
-        caches.forward(self.model, self.input_ids[:, start:stop], cache, attention_mask=mask, base=True)
+        return self.kept.mean(2)
 
     def _take(self, layer_index: int, weights: Tensor) -> None:
-        """Merge one layer's weights, (B, Hq, tokens), into the strongest so far: all layers together would be large."""
-        weights = weights[..., : self.prefix].to(self.eligible.device, torch.float32)
-        weights = weights.masked_fill(~self.eligible[:, None], 0.0)
+        """Merge one layer's weights, (B, Hq, queries, T), into the strongest so far: all layers together would be large."""
+        weights = weights[..., : self.prefix].to(self.eligible.device, torch.float32).transpose(1, 2)
+        if weights.shape[3] < self.prefix:  # the last tokens of the prefix are read once more, and not yet in sight
+            weights = F.pad(weights, (0, self.prefix - weights.shape[3]))
+        weights = weights.masked_fill(~self.eligible[:, None, None], 0.0)  # (B, queries, Hq, prefix)
+        strength = weights.amax(-1)
         if self.kept is not None:
-            weights = torch.cat([self.kept, weights], 1)
-        best = weights.amax(-1).argsort(dim=1, descending=True, stable=True)[:, :N_HEADS]
-        self.kept = weights.gather(1, best[..., None].expand(-1, -1, self.prefix))
+            weights, strength = torch.cat([self.kept, weights], 2), torch.cat([self.strength, strength], 2)
+        if strength.shape[2] > N_HEADS:
+            # Of heads that are equally strong the first; `topk` says nothing about ties.
+            best = strength.argsort(dim=2, descending=True, stable=True)[:, :, :N_HEADS]
+            strength = strength.gather(2, best)
+            weights = weights.gather(2, best[..., None].expand(-1, -1, -1, self.prefix))
+        self.kept, self.strength = weights, strength
         self.seen.add(layer_index)
 
 
-class _Watch(TorchFunctionMode):
-    """Reads one query token's attention weights off a running model, whichever backend it uses.
+def _roomy_cache(pairs: Pairs, length: int, room: int, watch: Watch) -> Any:
+    """A cache of the first `length` tokens, copied once, with room for more; tells `watch` which layer has cached its keys."""
+    from transformers import DynamicCache
 
-    A function mode belongs to the thread that entered it, so nothing that other threads see is changed: neither the model nor
-    its configuration nor a registry of attention functions.
-    """
+    class RoomyCache(DynamicCache):  # type: ignore[misc]
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+            layer = self.layers[layer_idx]
+            start = layer.keys.shape[2]
+            stop = start + key_states.shape[2]
+            keys, values = memory[layer_idx]
+            keys[:, :, start:stop], values[:, :, start:stop] = key_states, value_states
+            layer.keys, layer.values = keys[:, :, :stop], values[:, :, :stop]
+            watch.expect(layer_idx)
+            return layer.keys, layer.values
 
-    def __init__(self, take: Callable[[int, Tensor], None]) -> None:
-        super().__init__()
-        self.take = take
-        self.layer_index: int | None = None
-        self.n_keys = 0
-
-    def expect(self, layer_index: int | None, keys: Tensor | None = None, values: Tensor | None = None) -> None:  # noqa: ARG002
-        """A layer has cached its keys: its attention comes next."""
-        self.layer_index = layer_index
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.layer_index is None:
-            return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            self._seen(_single_query_weights(*args, **kwargs))
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func in _SOFTMAXES and isinstance(result, Tensor) and result.dim() == 4 and result.shape[2] == 1:
-            self._seen(result[:, :, 0])
-        return result
-
-    def _seen(self, weights: Tensor) -> None:
-        layer_index, self.layer_index = self.layer_index, None
-        if layer_index is not None:
-            self.take(layer_index, weights)
-
-
-def _single_query_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,  # noqa: ARG001
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,  # noqa: ARG001
-    is_causal: bool = False,  # noqa: ARG001
-    scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001
-) -> Tensor:
-    """(B, Hq, T) attention weights of one query token, from the arguments of `scaled_dot_product_attention`.
-
-    The query may come as (B, Hq, 1, D) with as many or fewer key heads, or packed by groups as (B, H, Hq / H, D).
-    """
-    batch, heads, rows, head_dim = query.shape
-    grouped = query.reshape(batch, key.shape[1], -1, head_dim)
-    scores = grouped @ key.transpose(2, 3) * (head_dim**-0.5 if scale is None else scale)
-    scores = scores.view(batch, heads, rows, -1).float()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(-1).flatten(1, 2)
+    memory = []
+    filled = caches.full_cache()
+    for layer_index, pair in enumerate(pairs):
+        halves = [half.new_empty(*half.shape[:2], length + room, half.shape[3]) for half in pair]
+        for roomy, half in zip(halves, pair, strict=True):
+            roomy[:, :, :length] = half[:, :, :length]
+        memory.append(halves)
+        caches.place(filled, layer_index, halves[0][:, :, :length], halves[1][:, :, :length])
+    cache = RoomyCache()
+    cache.layers = filled.layers
+    return cache

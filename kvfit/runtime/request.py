@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class Wanted:
 
     exact_head: int
     exact_tail: int
-    recompute: float
+    recompute: float | Literal["auto"]
     guide: Any
     exact_tokens: Tensor | Sequence[int] | None
 
@@ -92,8 +92,9 @@ class Wanted:
         for name, count in (("exact_head", self.exact_head), ("exact_tail", self.exact_tail)):
             if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
                 raise MismatchError(f"{name}: found {count!r}, needed a whole number of tokens, 0 or more")
-        if not isinstance(self.recompute, Real) or isinstance(self.recompute, bool) or not 0 <= self.recompute <= 1:
-            raise MismatchError(f"recompute: found {self.recompute!r}, needed a fraction of 0 to 1, such as 0.1")
+        fraction = isinstance(self.recompute, Real) and not isinstance(self.recompute, bool) and 0 <= self.recompute <= 1
+        if self.recompute != "auto" and not fraction:
+            raise MismatchError(f"recompute: found {self.recompute!r}, needed a fraction of 0 to 1, such as 0.1, or 'auto'")
         if self.recompute and self.guide is None:
             raise MismatchError(f"recompute={self.recompute}: found no guide, needed the source model, or exact_tokens instead")
         if self.recompute and self.exact_tokens is not None:

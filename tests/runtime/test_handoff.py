@@ -348,7 +348,39 @@ def test_a_prefill_leaves_a_cache_that_was_what_went_wrong(pair):
         assert same(held, before)
 
 
-def test_a_prefill_after_the_cache_was_changed_starts_anew(pair, monkeypatch):
+@pytest.mark.parametrize("step", [0, 2, 5])
+@pytest.mark.parametrize(("common", "cropped"), [(4, 0), (4, 3), (30, 0)])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_what_was_changed_is_undone(step, common, cropped, windowed, monkeypatch):
+    """Memory runs out at some layer of some pass: the cache is as it was, or as far as it is common with the conversation."""
+    target = window_target() if windowed else zoo.build(next(family for family in zoo.FAMILIES if family.name == "qwen3"))
+    mapper = identity_mapper(target)
+    ids = torch.randint(5, 90, (1, common + 8), generator=torch.Generator().manual_seed(0))
+    old = torch.cat([ids[:, :common], ids[:, common : common + 3] + 1], 1)[:, : common + cropped]
+    source = prefilled(target, ids, cache=caches.full_cache())
+    arguments = {"target_cache": prefilled(target, old), "target_ids": old, "exact_head": common + 1}
+    arguments["exact_tail"] = 2
+    before = [half[:, :, :common] for half in content(arguments["target_cache"])]
+    calls = []
+
+    def torn(layer, *arguments, **options):
+        calls.append(layer)
+        if len(calls) == step + 1:
+            raise RuntimeError("out of memory")
+        return update(layer, *arguments, **options)
+
+    kind = type(arguments["target_cache"].layers[0])
+    update = kind.update
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "update", torn)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            handoff(mapper, target, ids, source, **arguments)
+    assert same(arguments["target_cache"], before)
+    native = prefilled(target, ids[:, : common + 7])
+    close(handoff(mapper, target, ids, source, **{**arguments, "target_ids": old[:, :common]}).cache, native)
+
+
+def test_a_prefill_after_the_cache_was_changed_keeps_what_is_common(pair, monkeypatch):
     source, target, mapper = pair
     ids = tokens(1, 12)
     held = prefilled(target, ids[:, :4])
@@ -358,8 +390,8 @@ def test_a_prefill_after_the_cache_was_changed_starts_anew(pair, monkeypatch):
 
     monkeypatch.setattr(caches, "place", torn)
     moved = handoff(mapper, target, ids, prefilled(source, ids), target_cache=held, target_ids=ids[:, :4], on_error="prefill")
-    assert (moved.reason, moved.n_reused) == ("RuntimeError: out of memory", 0)
-    assert same(moved.cache, prefilled(target, ids[:, :11]))
+    assert (moved.reason, moved.n_reused, moved.n_exact) == ("RuntimeError: out of memory", 4, 7)
+    close(moved.cache, prefilled(target, ids[:, :11]))
 
 
 def test_a_prefill_behind_a_window_starts_anew():

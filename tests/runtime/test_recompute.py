@@ -11,7 +11,7 @@ from made_mappers import cache_of, content, mapper_spec, prefilled, random_mappe
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
-from kvfit.runtime.recompute import choose_tokens, guided_tokens
+from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS, choose_tokens, guided_tokens
 from kvfit.runtime.rewrite import rewrite
 
 FAMILIES = {family.name: family for family in zoo.FAMILIES}
@@ -211,13 +211,32 @@ def test_tokens_of_the_tail_are_exact_anyway(pair):
 
 
 def attentions(model, ids, mask, prefix):
-    """(B, L * Hq, prefix) attention of the last token, from the model's own eager path over everything at once."""
+    """(B, queries, L * Hq, prefix) attention of the question's last tokens and of a greedy draft, everything run at once."""
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
+    length = ids.shape[1]
+    for _ in range(DRAFT_TOKENS):
+        with torch.no_grad():
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            logits = eager(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         found = eager(input_ids=ids, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False)
-    return torch.cat([weights[:, :, -1, :prefix] for weights in found.attentions], 1).double()
+    rows = slice(length - QUESTION_TOKENS, None)
+    return torch.cat([weights[:, :, rows, :prefix] for weights in found.attentions], 1).double().transpose(1, 2)
+
+
+def reference_worth(weights, first_real, n_heads):
+    """One row: per query the strongest heads, their mean; then the mean over the queries, in plain Python."""
+    total = [0.0] * len(weights[0][0])
+    for heads in weights:
+        strength = [max(row[first_real + 1 :]) for row in heads]
+        best = sorted(range(len(heads)), key=lambda head: -strength[head])[:n_heads]
+        for t in range(first_real + 1, len(total)):
+            total[t] += sum(heads[head][t] for head in best) / len(best) / len(weights)
+    return total
 
 
 def reference_choice(weights, first_real, n_tokens, count, window=16, n_heads=16):
@@ -248,7 +267,8 @@ def test_the_guide_equals_its_own_attention(name, backend, n_new, monkeypatch):
     found = guided_tokens(model, pairs, ids, prefix=prefix, n_tokens=55, fraction=0.3, attention_mask=mask)
     weights = attentions(model, ids, mask, prefix)
     for row, first_real in enumerate((0, 9)):
-        assert found[row].tolist() == reference_choice(weights[row].tolist(), first_real, 55, 17, n_heads=2)
+        worth = reference_worth(weights[row].tolist(), first_real, 2)
+        assert found[row].tolist() == reference_choice([worth], first_real, 55, 17)
     assert all(torch.equal(a, b) for a, b in zip(before, [half for pair in pairs for half in pair], strict=True))
 
 
@@ -305,20 +325,22 @@ def test_nothing_is_left_behind_in_the_guide():
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
 
 
-def test_no_attention_over_more_than_one_query_is_kept(monkeypatch):
-    """The guide reads the last token's weights only, however many new tokens there are."""
+def test_no_attention_of_other_tokens_is_kept(monkeypatch):
+    """The guide reads the weights of the last tokens and of the draft only, however many new tokens there are."""
     from kvfit.runtime import recompute
 
     taken = []
-    take = recompute._Heads._take
+    take = recompute._Reader._take
     monkeypatch.setattr(
-        recompute._Heads, "_take", lambda self, layer, weights: (taken.append(tuple(weights.shape)), take(self, layer, weights))
+        recompute._Reader,
+        "_take",
+        lambda self, layer, weights: (taken.append(tuple(weights.shape)), take(self, layer, weights)),
     )
     model = build("qwen3", "sdpa")
     ids = tokens(2, 50)
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
     guided_tokens(model, pairs, ids, prefix=30, n_tokens=30, fraction=0.2)
-    assert taken == [(2, 4, 50)] * 3
+    assert taken == [(2, 4, QUESTION_TOKENS, 50)] * 3 + [(2, 4, 1, 51 + step) for step in range(DRAFT_TOKENS) for _ in range(3)]
 
 
 def test_other_kernels_are_refused():
@@ -345,7 +367,7 @@ def test_attention_that_cannot_be_seen_is_refused(monkeypatch):
     model = build("llama", "sdpa")
     ids = tokens(1, 11)
     pairs = caches.read_cache(prefilled(model, ids[:, :10]))
-    monkeypatch.setattr("kvfit.runtime.recompute._Watch._seen", lambda *_: None)
+    monkeypatch.setattr("kvfit.runtime.watch.Watch._seen", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"llama, layer 0: found no attention of it"):
         guided_tokens(model, pairs, ids, prefix=10, n_tokens=10, fraction=0.2)
 

@@ -1,0 +1,333 @@
+"""One conversation on its way from the source's cache to the target's.
+
+The tokens of a conversation of S tokens, of which the source's cache covers T, end in one of four parts:
+
+    0 .. head              run by the target itself: the first tokens draw attention out of proportion, and maps get them wrong
+    head .. prefix-tail    mapped from the source's cache
+    prefix-tail .. prefix  run by the target itself, on top of the mapped tokens
+    prefix .. S            left to the caller; at least one token, so that the first logits are the target's own
+
+with prefix = min(T, S - 1). Guided recompute then lets the target run the mapped tokens that matter most once more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError
+from kvfit.model import cache as caches
+from kvfit.model.placeholders import placeholder_ids
+from kvfit.runtime.checks import check_source, check_target
+from kvfit.runtime.mapper import Mapper
+from kvfit.runtime.passes import check_ran, run, undone_on_error
+from kvfit.runtime.recompute import guided_tokens
+from kvfit.runtime.request import Wanted
+from kvfit.runtime.rewrite import full_copy, refuse_static, rewrite
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a conversation end.
+
+    Attributes:
+        reused: tokens that the target's cache holds already.
+        head: the end of the first tokens that the target runs itself.
+        tail: the end of the mapped tokens.
+        prefix: the end of the tokens that are moved.
+    """
+
+    reused: int
+    head: int
+    tail: int
+    prefix: int
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The target's cache and how its tokens came there, counted from the cache.
+
+    Attributes:
+        cache: the target's cache.
+        n_mapped: tokens per sequence that were mapped.
+        n_exact: tokens per sequence that the target ran.
+        n_reused: tokens per sequence that were there before.
+        recomputed: (B, C), the tokens that the target ran once more, None for none.
+    """
+
+    cache: Any
+    n_mapped: int
+    n_exact: int
+    n_reused: int
+    recomputed: Tensor | None = None
+
+
+class Mover:
+    """Moves one conversation, or lets the target prefill it."""
+
+    def __init__(self, target_model: Any, input_ids: Tensor, mask: Tensor) -> None:
+        """Take a conversation.
+
+        Args:
+            target_model: the target.
+            input_ids: (B, S), checked.
+            mask: (B, S), 0 on left padding, checked.
+        """
+        self.model = target_model
+        self.input_ids = input_ids
+        self.mask = mask
+        self.positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        self.padding = int((mask == 0).sum(-1).max())
+        self.seconds: dict[str, float] = {}
+        # The target's cache and how many of its tokens are also the conversation's first ones, once that is known.
+        self.own: tuple[Any, int] | None = None
+        self.placeholders = self._placeholders()
+
+    def prefill(self) -> Filled:
+        """The target runs every token that its own cache does not hold already."""
+        cache, reused = self.own or (None, 0)
+        if cache is not None:
+            try:
+                caches.crop(cache, reused)
+            except MismatchError:  # a window has dropped tokens; the cache is as it was
+                cache = None
+        if cache is None:
+            cache, reused = caches.new_cache(self.model), 0
+        prefix = self.input_ids.shape[1] - 1
+        self._refuse_placeholders(reused, prefix)
+        self.seconds = {}
+        with undone_on_error(cache, reused):
+            n_exact = self._run(cache, reused, prefix, "prefill")
+            check_ran(cache, [(reused, prefix)], self._real())
+        return Filled(cache, n_mapped=0, n_exact=n_exact, n_reused=caches.cache_length(cache) - n_exact)
+
+    def move(self, mapper: Mapper, source_cache: Any, wanted: Wanted, target_cache: Any, target_ids: Tensor | None) -> Filled:
+        """Check everything, map, and only then fill the target's cache."""
+        if not isinstance(mapper, Mapper):
+            raise MismatchError(f"mapper: found {type(mapper).__name__}, needed a Mapper: load_mapper(...) gives one")
+        mapper.check_models(None, self.model)
+        reused = self._common(mapper, target_cache, target_ids)
+        if target_cache is not None:
+            self.own = target_cache, reused
+        mapper.check_models(wanted.guide)
+        pairs, parts = self._parts(mapper, source_cache, wanted, reused)
+        windowed = any(window is not None for window in mapper.spec.target.windows)
+        tokens = self._chosen(wanted, pairs, min(parts.tail, pairs[0][0].shape[2]), reused if windowed else 0)
+        if tokens is not None:
+            mapper.check_rewrite(self.model)
+            if target_cache is not None:
+                refuse_static(target_cache)
+        self._refuse_what_cannot_run(mapper, parts, tokens)
+        mapped = self._mapped(mapper, pairs, parts)
+
+        # Everything was checked and mapped; from here on the target's cache changes.
+        cache = caches.new_cache(self.model) if target_cache is None else target_cache
+        if target_cache is not None:
+            caches.crop(cache, reused)  # refuses before it changes anything
+        rewritten = tokens is not None and reused > 0 and bool((tokens < reused).any())
+        with undone_on_error(cache, reused, rewritten=rewritten) if target_cache is not None else nullcontext():
+            return self._filled(mapper, cache, mapped, parts, tokens)
+
+    def _parts(self, mapper: Mapper, source_cache: Any, wanted: Wanted, reused: int) -> tuple[Pairs, Parts]:
+        """The source's keys and values of the tokens that are moved, and where the parts end."""
+        pairs = caches.read_cache(source_cache)
+        batch, length = self.input_ids.shape
+        covered = pairs[0][0].shape[2]
+        if pairs[0][0].shape[0] != batch or covered > length:
+            raise MismatchError(
+                f"source_cache: found {pairs[0][0].shape[0]} sequences of {covered} tokens, needed {batch} of at most {length} "
+                "as input_ids has"
+            )
+        check_source(mapper.spec.source, pairs, self.positions[:, :covered])
+        # The target's cache may be ahead of the source's: then there is nothing to map, and nothing to give up.
+        prefix = max(min(covered, length - 1), reused)
+        # In a left-padded batch the first real token of every row must be exact, so the head reaches over the longest padding.
+        head = min(max(reused, self.padding + wanted.exact_head if wanted.exact_head else 0), prefix)
+        tail = max(head, prefix - wanted.exact_tail)
+        return [(keys[:, :, :prefix], values[:, :, :prefix]) for keys, values in pairs], Parts(reused, head, tail, prefix)
+
+    def _mapped(self, mapper: Mapper, pairs: Pairs, parts: Parts) -> Pairs:
+        """What is mapped of every target layer, checked; [] for nothing."""
+        if parts.tail <= parts.head:
+            return []
+        with _timed(self.seconds, "transfer"):
+            cut = [(keys[:, :, : parts.tail], values[:, :, : parts.tail]) for keys, values in pairs]
+            # Into an empty cache the head goes as well, so that its own keys and values can be written over it: appending to a
+            # cache that holds a head already would copy every layer.
+            start = parts.head if parts.reused else 0
+            mapped = mapper.transfer_layers(
+                cut,
+                positions=self.positions[:, : parts.tail],
+                start=start,
+                target_model=self.model,
+                input_ids=self.input_ids[:, : parts.tail],
+            )
+            # Padding may be anything in a source's cache, and a mask that is added does not keep NaN out.
+            if self.padding > parts.head:
+                padding = self.mask[:, start : parts.tail] == 0
+                for half in (half for pair in mapped for half in pair):
+                    half.masked_fill_(padding[:, None, :, None].to(half.device), 0)
+            _refuse_nonfinite(mapped, cut, parts.head - start, parts.head)
+        return mapped
+
+    def _filled(self, mapper: Mapper, cache: Any, mapped: Pairs, parts: Parts, tokens: Tensor | None) -> Filled:
+        """The target's cache with all parts; `mapped` is used up."""
+        windows = mapper.spec.target.windows
+        before = caches.cache_length(cache)
+        # A windowed layer drops tokens that those run once more may need to see.
+        work = full_copy(cache) if tokens is not None and any(window is not None for window in windows) else cache
+        if tokens is not None and work is cache and not mapped:  # else the memory is new, and no one else's
+            for layer in work.layers:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        n_exact = self._fill(work, mapped, parts)
+        n_mapped = caches.cache_length(work) - before - n_exact
+        if tokens is not None:
+            self._run_again(work, tokens, parts.tail, windows)
+            check_ran(work, [(0, parts.tail)], self._real())
+        if work is not cache:
+            cache = caches.new_cache(self.model)
+            for layer_index, (keys, values) in enumerate(caches.read_cache(work)):
+                caches.append(cache, layer_index, keys, values)
+        n_exact += self._run(cache, parts.tail, parts.prefix)
+        check_ran(cache, [(parts.reused, parts.head), (parts.tail, parts.prefix)], self._real())
+        return Filled(cache, n_mapped=n_mapped, n_exact=n_exact, n_reused=before, recomputed=tokens)
+
+    def _fill(self, cache: Any, mapped: Pairs, parts: Parts) -> int:
+        """Append the tokens that the target runs first, and those that were mapped; how many it ran."""
+        if parts.reused or not mapped:
+            n_exact = self._run(cache, parts.reused, parts.head)
+        else:
+            own = caches.full_cache()
+            n_exact = self._run(own, 0, parts.head)
+            for (keys, values), layer in zip(mapped, own.layers, strict=False):  # no layers where there is no head
+                keys[:, :, : parts.head], values[:, :, : parts.head] = layer.keys, layer.values
+        for layer_index in range(len(mapped)):
+            caches.place(cache, layer_index, *mapped.pop(0))  # appending may copy; one layer at a time is held twice
+        return n_exact
+
+    def _run(self, cache: Any, start: int, stop: int, part: str = "exact") -> int:
+        """The target itself runs tokens start to stop on top of the cache; how many they were."""
+        if stop <= start:
+            return 0
+        with _timed(self.seconds, part):
+            return run(
+                self.model,
+                self.input_ids[:, start:stop],
+                cache,
+                position_ids=self.positions[:, start:stop],
+                attention_mask=self.mask[:, :stop] if self.padding else None,
+            )
+
+    def _run_again(self, cache: Any, tokens: Tensor, tail: int, windows: tuple[int | None, ...]) -> None:
+        with _timed(self.seconds, "recompute"):
+            rewrite(
+                self.model,
+                self.input_ids[:, :tail],
+                cache,
+                tokens,
+                position_ids=self.positions[:, :tail],
+                attention_mask=self.mask[:, :tail],
+                windows=windows,
+            )
+
+    def _chosen(self, wanted: Wanted, pairs: Pairs, tail: int, first: int) -> Tensor | None:
+        """(B, C) tokens of first to tail - 1 to run once more, ascending; None for none."""
+        batch, prefix = self.input_ids.shape[0], pairs[0][0].shape[2]
+        if wanted.exact_tokens is None:
+            if not wanted.recompute or tail <= first:
+                return None
+            with _timed(self.seconds, "guide"):
+                tokens = guided_tokens(
+                    wanted.guide,
+                    pairs,
+                    self.input_ids,
+                    prefix=prefix,
+                    n_tokens=tail,
+                    fraction=wanted.recompute,
+                    first=first,
+                    attention_mask=self.mask if self.padding else None,
+                    excluded=self._is_placeholder(),
+                ).to(self.input_ids.device)
+        else:
+            tokens = wanted.indices(batch, prefix, self.input_ids.device)
+        # What the tail runs needs no second run, and what a windowed layer may have dropped cannot have one: such a place in a
+        # row is filled by running one of the allowed tokens, the same for all, once more.
+        outside = (tokens >= tail) | (tokens < first)
+        tokens = tokens.masked_fill(outside, first).sort(dim=1).values
+        return tokens if tokens.shape[1] and tail > first and not bool(outside.all()) else None
+
+    def _common(self, mapper: Mapper, target_cache: Any, target_ids: Tensor | None) -> int:
+        """Tokens of the target's cache that are also the conversation's first ones, without its last."""
+        if target_cache is None:
+            return 0
+        batch, length = self.input_ids.shape
+        held = check_target(mapper.spec.target, target_cache, batch, length - 1, name="target_cache")
+        shape = tuple(target_ids.shape) if isinstance(target_ids, Tensor) else None
+        if target_ids is None or shape is None or len(shape) != 2 or shape[0] != batch or shape[1] < held:
+            found = type(target_ids).__name__ if shape is None else shape
+            raise MismatchError(f"target_ids: found {found}, needed ({batch}, n) ids of all {held} tokens in target_cache")
+        most = min(held, length - 1)
+        differs = (target_ids[:, :most].to(self.input_ids.device) != self.input_ids[:, :most]).any(0)
+        return int(differs.int().argmax()) if bool(differs.any()) else most
+
+    def _real(self) -> Tensor | None:
+        return self.mask if self.padding else None
+
+    def _placeholders(self) -> Tensor | None:
+        """Ids that stand for pixels or sound; None for a text model."""
+        ids = sorted(placeholder_ids(caches.unwrapped(self.model).config))
+        return torch.tensor(ids, device=self.input_ids.device) if ids else None
+
+    def _is_placeholder(self) -> Tensor | None:
+        return None if self.placeholders is None else torch.isin(self.input_ids, self.placeholders)
+
+    def _refuse_what_cannot_run(self, mapper: Mapper, parts: Parts, tokens: Tensor | None) -> None:
+        """Refuse placeholders wherever the target is to run its own embedding of them."""
+        if self.placeholders is None:
+            return
+        self._refuse_placeholders(parts.reused, parts.tail if mapper.spec.lexical_lags else parts.head)
+        self._refuse_placeholders(parts.tail, parts.prefix)
+        if tokens is not None:
+            chosen = torch.zeros_like(self.input_ids, dtype=torch.bool).scatter_(1, tokens, True)
+            self._refuse_placeholders(0, parts.prefix, chosen)
+
+    def _refuse_placeholders(self, start: int, stop: int, chosen: Tensor | None = None) -> None:
+        found = self._is_placeholder()
+        if found is None:
+            return
+        found = found[:, start:stop] if chosen is None else found[:, start:stop] & chosen[:, start:stop]
+        if bool(found.any()):
+            row, token = found.nonzero()[0].tolist()
+            number = int(self.input_ids[row, start + token])
+            token += start
+            raise MismatchError(
+                f"input_ids: found the placeholder {number} of an image, a sound or a video at row {row}, token {token}, "
+                "needed text where the target runs tokens itself, because ids do not say what was seen: leave such tokens to the "
+                "mapped part"
+            )
+
+
+def _refuse_nonfinite(mapped: Pairs, source: Pairs, start: int, head: int) -> None:
+    """Refuse NaN and infinity in what was mapped, from token `start` of it and `head` of the source on."""
+    where = caches.first_nonfinite([(keys[:, :, start:], values[:, :, start:]) for keys, values in mapped])
+    if where is not None:
+        caches.check_finite([(keys[:, :, head:], values[:, :, head:]) for keys, values in source], "source_cache")
+        raise MismatchError(
+            f"mapped cache, {where}: found NaN or infinity made of finite numbers, needed a dtype that holds them: "
+            "load the target in bfloat16 or float32"
+        )
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    begun = time.perf_counter()
+    yield
+    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begun

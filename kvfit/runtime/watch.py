@@ -1,0 +1,97 @@
+"""Reading attention weights off a running model, whichever backend it uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
+
+
+class Watch(TorchFunctionMode):
+    """Reads the attention weights of a pass over a few tokens.
+
+    A function mode belongs to the thread that entered it, so nothing that other threads see is changed: neither the model nor
+    its configuration nor a registry of attention functions.
+
+    Attributes:
+        rows: tokens of the pass.
+    """
+
+    def __init__(self, take: Callable[[int, Tensor], None]) -> None:
+        """Call ``take(layer_index, weights)``, weights (B, Hq, rows, T), for every layer."""
+        super().__init__()
+        self.take = take
+        self.rows = 1
+        self.layer_index: int | None = None
+
+    def expect(self, layer_index: int | None) -> None:
+        """A layer has cached its keys, so its attention comes next; None for no layer."""
+        self.layer_index = layer_index
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at softmaxes and fused attention; pass everything on."""
+        kwargs = kwargs or {}
+        if self.layer_index is None:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            self._seen(attention_weights(self.rows, *args, **kwargs))
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in _SOFTMAXES and isinstance(result, Tensor) and result.dim() == 4 and result.shape[2] == self.rows:
+            self._seen(result)
+        return result
+
+    def _seen(self, weights: Tensor) -> None:
+        layer_index, self.layer_index = self.layer_index, None
+        if layer_index is not None:
+            self.take(layer_index, weights)
+
+
+def attention_weights(
+    rows: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,  # noqa: ARG001
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001
+) -> Tensor:
+    """Attention weights from the arguments of `scaled_dot_product_attention`.
+
+    Args:
+        rows: query tokens.
+        query: (B, Hq, rows, D), or of a single token packed by groups as (B, H, Hq / H, D).
+        key: (B, H, T, D), with as many or fewer heads.
+        value: not needed.
+        attn_mask: booleans, or numbers to be added.
+        dropout_p: not needed.
+        is_causal: query i sees the first i + 1 keys.
+        scale: of the scores.
+        enable_gqa: not needed.
+
+    Returns:
+        (B, Hq, rows, T) float32.
+    """
+    batch, heads, found_rows, head_dim = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, head_dim)
+    scores = grouped @ key.transpose(2, 3) * (head_dim**-0.5 if scale is None else scale)
+    scores = scores.view(batch, heads, found_rows, -1).float()
+    if is_causal and found_rows > 1:
+        future = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return scores.softmax(-1).view(batch, -1, rows, scores.shape[3])
