@@ -5,7 +5,16 @@ import os
 from pathlib import Path
 
 import pytest
-from bundle_factory import evaluated_bundle, evaluation, make_bundle, mapper_spec
+from bundle_factory import (
+    RECIPE,
+    SOLVE,
+    evaluated_bundle,
+    evaluation,
+    lexical_spec,
+    make_bundle,
+    mapper_spec,
+    weights,
+)
 
 from kvfit.bundle.bundle import Bundle, add_files, write_bundle
 from kvfit.errors import BundleError
@@ -36,8 +45,6 @@ def test_the_clients_own_reader_agrees_on_the_metadata(tmp_path):
 @pytest.mark.parametrize("dataset", ["/data/text.jsonl", "./text", "text.jsonl", "demo:text", None, 7, "a/b/c"])
 def test_no_local_name_gets_into_the_metadata(tmp_path, dataset):
     spec = mapper_spec(source="demo:source", target="my-local-model")
-    from bundle_factory import SOLVE, weights
-
     write_bundle(tmp_path / "b", spec, weights(spec), recipe={"text": {"dataset": dataset}}, solve=SOLVE)
     found = metadata(Bundle.open(tmp_path / "b"))
     assert "base_model" not in found
@@ -71,8 +78,6 @@ def test_a_failed_verdict_is_said_with_its_reasons(tmp_path):
 )
 @pytest.mark.parametrize("recipe", [{}, {"text": [], "options": {"seed": {"a": "|"}}}])
 def test_records_of_another_form_are_left_out_not_stumbled_over(tmp_path, solve, recipe):
-    from bundle_factory import weights
-
     spec = mapper_spec()
     write_bundle(tmp_path / "b", spec, weights(spec), recipe=recipe, solve=solve)
     text = render_card(Bundle.open(tmp_path / "b"))
@@ -89,7 +94,90 @@ def test_an_evaluation_of_another_form_too(tmp_path):
         assert "<b>" not in text
         for line in text.splitlines():
             if line.startswith("| `handoff`"):
-                assert line.replace("\\|", "").count("|") == 5
+                assert line.replace("\\|", "").count("|") == 4
+
+
+WAYS = [
+    {"way": "native", "label": "x", "nll": 2.0, "share_of_gap": 1.0, "milliseconds": 80.0, "speed": 1.0, "share_of_work": 1.0,
+     "breaks_even": None, "recall": 0.9},
+    {"way": "handoff", "label": "x", "nll": 2.2, "share_of_gap": 0.6, "interval": [0.5, 0.7], "milliseconds": 20.0,
+     "speed": 4.0, "share_of_work": 0.125, "breaks_even": 900, "recall": 0.8},
+    {"way": "sideways", "label": "a way | of <b>another</b> kvfit", "nll": 3.0},
+]  # fmt: skip
+
+
+def table_rows(text: str, heading: str) -> list[dict[str, str]]:
+    """The first table below a heading, a row as cells by column."""
+    lines = [line for line in text.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.replace("\\|", "\0").strip("|").split("|")] for line in lines]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def test_a_row_has_quality_time_and_work_of_the_same_way(tmp_path):
+    folder = evaluated_bundle(tmp_path / "b")
+    document = {**Bundle.open(folder).evaluation, "ways": WAYS}
+    add_files(folder, {"evaluation.json": json.dumps(document).encode()})
+    text = render_card(Bundle.open(folder))
+    native, handoff, other = table_rows(text, "Quality")
+    assert (native["way"], handoff["way"], other["way"]) == ("`native`", "`handoff`", "`sideways`")
+    assert handoff["share of gap"] == "0.600 [0.500, 0.700]"
+    assert (handoff["recall"], handoff["time"], handoff["times as fast as a prefill"]) == ("0.8", "20 ms", "4")
+    assert (handoff["share of the target's work"], handoff["pays from"]) == ("12.5 %", "900 tokens")
+    assert (native["time"], native["pays from"], other["time"]) == ("80 ms", "-", "-")
+    assert other["what it is"] == "a way \0 of &lt;b>another&lt;/b> kvfit"
+    assert "for 383 moved tokens" in text
+    for ways in ([3, {"way": 4}, {"way": "native", "speed": "fast", "share_of_work": [], "nll": True}], {}, "x"):
+        add_files(folder, {"evaluation.json": json.dumps(document | {"ways": ways}).encode()})
+        render_card(Bundle.open(folder))
+
+
+def test_an_evaluation_of_kvfit_0_1_has_its_times_in_the_same_row(tmp_path):
+    native, transfer, *others = table_rows(render_card(Bundle.open(evaluated_bundle(tmp_path / "b"))), "Quality")
+    assert (native["time"], native["times as fast as a prefill"]) == ("40 ms", "1")
+    assert (transfer["recall"], transfer["time"], transfer["times as fast as a prefill"]) == ("0.5", "2.5 ms", "16")
+    assert {row["time"] for row in others} == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("cost", "sentence"),
+    [
+        (
+            {"flops_per_token": 2e6, "prefill_flops_per_token": 4e7, "bytes_per_token": 3e5, "prefill_bytes_per_token": 1e6},
+            "The map itself takes 2 MFLOP (5 %) and 0.3 MB (30 %) a token of the target's prefill.",
+        ),
+        (
+            {"flops_per_token": 2e6, "prefill_flops_per_token": 4e7, "estimated": True},
+            "The map itself takes 2 MFLOP (5 %) a token of the target's prefill, estimated.",
+        ),
+        ({"flops_per_token": "many", "prefill_flops_per_token": 0}, None),
+        (None, None),
+        ([1], None),
+    ],
+)
+def test_the_price_of_the_map_is_named_where_it_is_known(tmp_path, cost, sentence):
+    spec = mapper_spec()
+    write_bundle(tmp_path / "b", spec, weights(spec), recipe=RECIPE, solve=SOLVE | {"cost": cost})
+    folder = tmp_path / "b"
+    add_files(folder, {"evaluation.json": json.dumps(evaluation(Bundle.open(folder))).encode()})
+    text = render_card(Bundle.open(folder))
+    assert ("The map itself takes" in text) == (sentence is not None)
+    assert sentence is None or sentence in text
+
+
+def test_a_lexical_mapper_with_a_basis_has_a_card(tmp_path):
+    text = render_card(Bundle.open(make_bundle(tmp_path / "b", lexical_spec())))
+    assert "| lexical inputs | lag 0, lag 1 |" in text
+    assert "| rank of the shared basis | 5 |" in text
+    assert "  2 |" in text
+
+
+def test_nothing_that_steers_a_terminal_gets_into_a_card(tmp_path):
+    folder = evaluated_bundle(tmp_path / "b")
+    document = {**Bundle.open(folder).evaluation, "reasons": ["\x1b[2J \u202e <b>"], "text": "a\x07b", "verdict": "fail"}
+    add_files(folder, {"evaluation.json": json.dumps(document).encode()})
+    text = render_card(Bundle.open(folder))
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "&lt;b>" in text
 
 
 def test_every_table_has_as_many_cells_in_every_row():
@@ -105,6 +193,7 @@ def test_the_lines_of_python_compile():
     code = text.split("```python\n")[1].split("```")[0]
     compile(code, "card", "exec")
     assert 'load_mapper("org/mapper")' in code
+    assert "moved.generate(max_new_tokens=" in code
 
 
 def test_the_lines_of_python_are_what_was_judged(tmp_path):
