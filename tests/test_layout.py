@@ -27,6 +27,7 @@ RANKS = (
     ("fit.stats", "fit.plots"),
     ("fit.capture",),
     ("fit.solve",),
+    ("fit.refine",),
     ("fit.evaluate", "fit.plan"),
     ("interop",),
     ("vllm",),

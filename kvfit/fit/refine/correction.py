@@ -1,0 +1,117 @@
+"""A small linear correction of every map, and how it is folded into weights and biases.
+
+    output = inputs @ weight + bias + spread * (((inputs - mean) @ whitener) @ matrix + offset)
+
+The whitener is fixed: it projects the inputs on their strongest directions, each scaled to unit variance, so that one learning
+rate suits them all. Matrix and offset start at zero, that is, at the map that was given. `spread` is the standard deviation of
+an output, for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvfit.runtime.features import Columns, Runs
+from kvfit.spec import Kind, MapperSpec
+
+LEAST_SPREAD = 1e-3
+
+Weights = Mapping[tuple[Kind, int], tuple[Tensor, Tensor]]
+
+
+def whitener(inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Mean and projection of inputs on their strongest directions.
+
+    Args:
+        inputs: (N, F), float32.
+        rank: most directions; fewer where the inputs have fewer.
+
+    Returns:
+        Mean (F,) and projection (F, r): (inputs - mean) @ projection has mean zero and covariance one.
+    """
+    mean = inputs.mean(0)
+    centred = inputs - mean
+    rank = min(rank, *inputs.shape)
+    # The inputs of one token stretch over orders of magnitude from layer to layer; exact below a few thousand, sampled above.
+    if inputs.shape[1] <= 2 * rank:
+        values, vectors = torch.linalg.eigh(centred.T @ centred / len(inputs))
+        values, vectors = values[-rank:].clamp(min=0).sqrt(), vectors[:, -rank:]
+    else:
+        _, scales, vectors = torch.svd_lowrank(centred, q=rank, niter=3)
+        values = scales / len(inputs) ** 0.5
+    kept = values > LEAST_SPREAD * values.max()  # below it lies the rounding of float32
+    return mean, vectors[:, kept] / values[kept]
+
+
+class Correction:
+    """The maps of a mapper with a correction on each.
+
+    Attributes:
+        matrices: what is trained, per (kind, target layer): matrix (r, G), and offset (G,) in its last row: (r + 1, G).
+    """
+
+    def __init__(self, spec: MapperSpec, weights: Weights, basis: Tensor | None, inputs: Sequence[Tensor], rank: int) -> None:
+        """Fit the whiteners and start at zero.
+
+        Args:
+            spec: of the mapper, support full.
+            weights: per (kind, target layer) weight and bias, float32 on one device.
+            basis: (F, rank of the basis) or None.
+            inputs: matrices of inputs, (T, F) each, to know their spread by.
+            rank: of each correction.
+        """
+        self.spec, self.weights, self.basis = spec, dict(weights), basis
+        self.runs = Columns(spec, spec.mapped_layers).runs
+        sample = torch.cat([self._seen(part[1:]) for part in inputs])
+        self._whiteners: dict[Runs, tuple[Tensor, Tensor]] = {}
+        self.matrices: dict[tuple[Kind, int], Tensor] = {}
+        self._spread: dict[tuple[Kind, int], Tensor] = {}
+        for key, (weight, bias) in self.weights.items():
+            runs = self._read(key)
+            read = _columns(sample, runs)
+            if runs not in self._whiteners:
+                self._whiteners[runs] = whitener(read, rank)
+            self._spread[key] = (read @ weight + bias).std(0).clamp(min=1e-6)
+            n_rows = self._whiteners[runs][1].shape[1] + 1
+            self.matrices[key] = torch.zeros(n_rows, len(bias), device=bias.device, requires_grad=True)
+
+    def _seen(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(next(iter(self.weights.values()))[1].device)
+        return inputs if self.basis is None else inputs @ self.basis
+
+    def _read(self, key: tuple[Kind, int]) -> Runs:
+        return self.runs[key] if self.basis is None else ((0, self.basis.shape[1]),)
+
+    def outputs(self, inputs: Tensor) -> dict[tuple[Kind, int], Tensor]:
+        """Every map's corrected outputs, (B, T, G), of inputs (B, T, F); gradients reach `matrices`."""
+        seen = self._seen(inputs)
+        whitened: dict[Runs, Tensor] = {}
+        out = {}
+        for key, (weight, bias) in self.weights.items():
+            runs, matrix = self._read(key), self.matrices[key]
+            read = _columns(seen, runs)
+            if runs not in whitened:
+                mean, projection = self._whiteners[runs]
+                whitened[runs] = (read - mean) @ projection
+            out[key] = read @ weight + bias + (whitened[runs] @ matrix[:-1] + matrix[-1]) * self._spread[key]
+        return out
+
+    @torch.no_grad()
+    def folded(self) -> dict[tuple[Kind, int], tuple[Tensor, Tensor]]:
+        """Weights and biases of the plain maps that do the same."""
+        out = {}
+        for key, (weight, bias) in self.weights.items():
+            mean, projection = self._whiteners[self._read(key)]
+            matrix = self.matrices[key]
+            change = (projection @ matrix[:-1]) * self._spread[key]
+            out[key] = (weight + change, bias + matrix[-1] * self._spread[key] - mean @ change)
+        return out
+
+
+def _columns(inputs: Tensor, runs: Runs) -> Tensor:
+    if len(runs) == 1:
+        return inputs[..., runs[0][0] : runs[0][1]]
+    return torch.cat([inputs[..., start:stop] for start, stop in runs], -1)

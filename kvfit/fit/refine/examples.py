@@ -1,0 +1,99 @@
+"""What refinement learns from: sequences with the inputs of the maps and what the target makes of them with its own cache.
+
+Both models run over each sequence once, here, without gradients. Training then reads only what is kept of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.fit.capture.activations import Activations
+from kvfit.model import cache as caches
+from kvfit.model.decoder import input_device
+from kvfit.model.rope import angles, unrotate
+from kvfit.runtime.features import Columns
+from kvfit.spec import KINDS, MapperSpec
+
+# Likeliest next tokens that the target's own distribution is kept by; the others are kept as one sum.
+LIKELIEST = 128
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence of T tokens, everything on the CPU.
+
+    Attributes:
+        ids: (T,).
+        inputs: (T, F) the columns that any map reads, in the order of `kvfit.runtime.features.Columns`.
+        exact: per target layer the target's own keys and values of what is not mapped: all tokens of a layer before the first
+            mapped one, the first token of every other; (1, H, T or 1, D).
+        likely: (T, K) the likeliest next tokens after each token, with the target's own cache.
+        log_probs: (T, K + 1) their log-probabilities, then that of all other tokens together.
+    """
+
+    ids: Tensor
+    inputs: Tensor
+    exact: Pairs
+    likely: Tensor
+    log_probs: Tensor
+
+
+@torch.no_grad()
+def examples(spec: MapperSpec, source: Any, target: Any, sequences: Iterable[Tensor]) -> list[Example]:
+    """Run both models over sequences of one length.
+
+    Args:
+        spec: of the mapper, support full.
+        source: the loaded source.
+        target: the loaded target.
+        sequences: each (T,) token ids.
+    """
+    found = []
+    columns = Columns(spec, spec.mapped_layers)
+    for ids in sequences:
+        read = Activations(source, spec.source, range(len(ids)))(ids[None])
+        cache = caches.full_cache()
+        logits = caches.forward(target, ids[None].to(input_device(target)), cache)[0].float()
+        pairs = caches.read_cache(cache)
+        blocks = [read[kind][layer_index][0] for kind in KINDS for layer_index in columns.read[kind]]
+        inputs = torch.cat([block.float().cpu() for block in [*blocks, *_lexical(spec, *pairs[0])]], 1)
+        first_mapped = spec.mapped_layers.start
+        exact = [
+            tuple(half[:, :, : len(ids) if index < first_mapped else 1].cpu() for half in pair)
+            for index, pair in enumerate(pairs)
+        ]
+        likely, log_probs = _likeliest(logits)
+        found.append(Example(ids, inputs, exact, likely.cpu(), log_probs.cpu()))  # type: ignore[arg-type]
+    return found
+
+
+def _lexical(spec: MapperSpec, keys: Tensor, values: Tensor) -> list[Tensor]:
+    """Per lag (T, 2 * H * D): un-rotated keys, then values, of the target's first layer, (1, H, T, D) in its cache."""
+    if not spec.lexical_lags:
+        return []
+    steps = torch.arange(keys.shape[2], device=keys.device)
+    table = spec.target.rope.table(0)
+    if table is not None:
+        keys = unrotate(keys, table, angles(table, steps), dtype=torch.float32)
+    rows = torch.cat([half[0].transpose(0, 1).flatten(1).float() for half in (keys, values)], 1)
+    return [rows[(steps - lag).clamp(min=0)] for lag in spec.lexical_lags]
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, K) ids and (T, K + 1) log-probabilities of logits (T, vocabulary)."""
+    log_probs = logits.log_softmax(-1)
+    kept, ids = log_probs.topk(min(LIKELIEST, logits.shape[-1] - 1))
+    return ids, with_rest(kept)
+
+
+def with_rest(log_probs: Tensor) -> Tensor:
+    """Log-probabilities (..., K) of some outcomes, then that of none of them, (..., K + 1)."""
+    rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    return torch.cat([log_probs, rest], -1)
