@@ -256,7 +256,7 @@ def test_a_page_opens_with_what_it_is_for(page: Path) -> None:
     title, opening = text.split("\n", 1)
     assert re.match(r"# \S", title)
     first = opening.strip().split("\n\n", 1)[0]
-    assert re.match(r"[A-Z`\[*]", first)
+    assert re.match(r"[A-Za-z`\[*]", first)
     assert len(first.split()) >= 8
 
 
