@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +33,7 @@ def load_mapper(
     local_files_only: bool = False,
     require: Literal["pass", "any"] = "pass",
     registry: str | Path | None = None,
+    verify: Literal["digest", "size"] = "digest",
 ) -> Mapper:
     """Load a mapper.
 
@@ -47,15 +49,19 @@ def load_mapper(
             ``HF_HUB_OFFLINE=1``.
         require: ``pass`` refuses a mapper whose evaluation failed; ``any`` loads it.
         registry: the folder of a registry of one's own to look `source` and `target` up in.
+        verify: ``digest`` compares the SHA-256 of every file with the listed one, of the weight files on threads of their own
+            while the weights are read. ``size`` takes the weight files as they are, if their sizes and shapes are right: for
+            a large bundle that was verified where it lies.
 
     Raises:
         RefError: nothing is found under the ref, or it cannot be reached; names the repository and says which.
         BundleError: a bundle that is torn, altered or hostile.
         GateError: a mapper whose verdict is ``fail``.
-        MismatchError: `require` is neither, or `device` or `dtype` is none of this machine's or torch's.
+        MismatchError: `require` or `verify` is another word, this machine has no such device, or torch no such dtype.
     """
-    if require not in ("pass", "any"):
-        raise MismatchError(f"require: found {require!r}, needed 'pass' or 'any'")
+    for name, word, words in (("require", require, ("pass", "any")), ("verify", verify, ("digest", "size"))):
+        if word not in words:
+            raise MismatchError(f"{name}: found {word!r}, needed {words[0]!r} or {words[1]!r}")
     pinned = None
     if ref is None:
         if source is None or target is None:
@@ -71,7 +77,7 @@ def load_mapper(
         revision = revision or entry.pin
     elif source is not None or target is not None or registry is not None:
         raise RefError(f"load_mapper: found both the ref {str(ref)!r} and source=, target= or registry=, needed one of the two")
-    bundle = Bundle.open(resolve(ref, revision, local_files_only))
+    bundle = Bundle.open(resolve(ref, revision, local_files_only), verify=False)
     if pinned is not None and bundle.weights_digest != pinned:
         raise BundleError(
             f"mapper {ref}@{revision}: weights digest {bundle.weights_digest[:19]}, the registry says {pinned[:19]};"
@@ -80,7 +86,14 @@ def load_mapper(
     check_verdict(bundle, str(ref), require)
     from kvfit.runtime.mapper import Mapper
 
-    return Mapper.from_bundle(bundle, device=device, dtype=dtype)
+    if verify == "size":
+        return Mapper.from_bundle(bundle, device=device, dtype=dtype)
+    with ThreadPoolExecutor(1) as pool:
+        check = pool.submit(bundle.check_weight_files)
+        try:
+            return Mapper.from_bundle(bundle, device=device, dtype=dtype)
+        finally:
+            check.result()  # before anybody gets the mapper, and before what damaged weights led to
 
 
 def check_verdict(bundle: Bundle, ref: str, require: Literal["pass", "any"] = "pass") -> None:
@@ -155,10 +168,19 @@ def _resolve_repository(name: str, revision: str | None, local_files_only: bool)
     try:
         found = snapshot_download(name, revision=revision, allow_patterns=PATTERNS, local_files_only=local_files_only)
     except Exception as error:
-        raise explain(error, name, revision, local_files_only) from error
+        raise _explain_absence(error, name, revision, local_files_only) from error
     if not Path(found, "mapper.json").exists():
         raise RefError(f"{name}: there, but no kvfit mapper (it holds no mapper.json); check the name")
     return Path(found)
+
+
+def _explain_absence(error: Exception, name: str, revision: str | None, local_files_only: bool) -> KvfitError:
+    """What the error means for a name that could have been meant as a folder."""
+    from huggingface_hub import errors
+
+    found = explain(error, name, revision, local_files_only)
+    absent = isinstance(error, errors.RepositoryNotFoundError | errors.LocalEntryNotFoundError) and revision is None
+    return RefError(f"{name}: found no such folder; and on the Hub: {found}") if absent else found
 
 
 def explain(error: Exception, name: str, revision: str | None = None, local_files_only: bool = False) -> KvfitError:

@@ -1,7 +1,10 @@
 """load_mapper: refs, the gate of the verdict, and what it imports."""
 
+import struct
 import subprocess
 import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -9,6 +12,8 @@ import torch
 from bundle_factory import evaluated_bundle, make_bundle, mapper_spec, weights
 
 from kvfit import load_mapper
+from kvfit.bundle import manifest
+from kvfit.bundle.bundle import Bundle
 from kvfit.errors import BundleError, GateError, MismatchError, RefError
 from kvfit.hub.load import resolve
 from kvfit.hub.refs import is_repository, is_tag, is_version, next_version, split_ref, version_key
@@ -115,6 +120,81 @@ def test_a_torn_bundle_is_a_bundle_error(tmp_path):
     (folder / "solve.json").unlink()
     with pytest.raises(BundleError, match=r"solve\.json"):
         load_mapper(folder)
+
+
+SHARD = "mapper-00001-of-00001.safetensors"
+
+
+def one_bit_off(folder):
+    """Change a weight a little: all of the file but its digest is as it should be."""
+    data = bytearray((folder / SHARD).read_bytes())
+    data[-1] ^= 1
+    (folder / SHARD).write_bytes(data)
+
+
+def test_altered_weights_are_refused_unless_only_sizes_are_asked_for(tmp_path):
+    folder = evaluated_bundle(tmp_path / "b")
+    one_bit_off(folder)
+    with pytest.raises(BundleError, match=rf"bundle .*: file {SHARD}: digest"):
+        load_mapper(folder)
+    assert load_mapper(folder, verify="size").verdict == "pass"
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-4])
+    with pytest.raises(BundleError, match="its header describes"):
+        load_mapper(folder, verify="size")
+    with pytest.raises(MismatchError, match="verify: found 'no', needed 'digest' or 'size'"):
+        load_mapper(folder, verify="no")
+
+
+def test_what_altered_weights_lead_to_is_not_what_is_told(tmp_path):
+    folder = evaluated_bundle(tmp_path / "b")
+    data = (folder / SHARD).read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")  # the library puts layers.0.keys.bias first
+    (folder / SHARD).write_bytes(data[:begin] + struct.pack("<f", float("nan")) + data[begin + 4 :])
+    with pytest.raises(BundleError, match=r"layers\.0\.keys\.bias: holds NaN"):
+        load_mapper(folder, verify="size")
+    with pytest.raises(BundleError, match="digest"):
+        load_mapper(folder)
+
+
+def test_other_files_are_checked_whatever_is_asked_for(tmp_path):
+    folder = evaluated_bundle(tmp_path / "b")
+    (folder / "solve.json").write_text("{}\n")
+    with pytest.raises(BundleError, match=r"solve\.json: digest"):
+        load_mapper(folder, verify="size")
+
+
+def test_weights_are_read_while_they_are_hashed(tmp_path, monkeypatch):
+    """The digest of the weights comes no sooner than the last of them was read; the other way round it never would."""
+    folder = evaluated_bundle(tmp_path / "b")
+    read = threading.Event()
+    layer, digest = Bundle.layer, manifest.file_digest
+
+    def reading(self, kind, layer_index, **options):
+        found = layer(self, kind, layer_index, **options)
+        if (kind, layer_index) == ("values", 2):
+            read.set()
+        return found
+
+    def hashing(path):
+        assert path.name != SHARD or read.wait(30)
+        return digest(path)
+
+    monkeypatch.setattr(Bundle, "layer", reading)
+    monkeypatch.setattr(manifest, "file_digest", hashing)
+    assert load_mapper(folder).verdict == "pass"
+
+
+def test_a_name_that_could_be_a_folder_is_told_at_once(monkeypatch, tmp_path):
+    """Nothing answers at the address, which is told within seconds and with both meanings of the name."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    started = time.monotonic()
+    with pytest.raises(RefError, match=r"runs/mapper: found no such folder; and on the Hub: .*the Hub cannot be reached"):
+        resolve("runs/mapper")
+    assert time.monotonic() - started < 10
 
 
 def test_names():

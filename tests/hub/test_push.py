@@ -14,6 +14,7 @@ import pytest
 from bundle_factory import evaluated_bundle, evaluation, make_bundle, mapper_spec
 from hub_server import Fault, File, Hub, running_hub
 
+from kvfit import load_mapper
 from kvfit.bundle.bundle import Bundle, add_files
 from kvfit.errors import BundleError, GateError, MismatchError, RefError
 from kvfit.hub.card import MARK
@@ -378,6 +379,55 @@ def test_offline_by_tag_and_by_hash_in_a_fresh_process(hub, bundle, tmp_path):
     assert re.match(r"RefError org/mapper@v2: not in the local cache and offline mode is on", found[2])
     assert re.match(r"RefError org/other: not in the local cache and offline mode is on", found[3])
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", [SHARD, "recipe.json", "r2-map.png"])
+def test_a_damaged_file_of_the_cache_is_named_with_what_to_delete(hub, bundle, name):
+    """The client serves what is in its cache whatever it holds; once the file is deleted, it fetches it again."""
+    add_files(bundle, {"r2-map.png": b"\x89PNG"})
+    push(bundle, NAME, tag="v1")
+    blob = Path(os.path.realpath(resolve(NAME, "v1") / name))
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    hub.requests.clear()
+    with pytest.raises(BundleError, match=rf"file {name}: .*delete {re.escape(str(blob))} and load it again"):
+        load_mapper(NAME, revision="v1")
+    with pytest.raises(BundleError, match=rf"file {name}: .*delete {re.escape(str(blob))} and load it again"):
+        verify(NAME, revision="v1")
+    blob.unlink()
+    assert load_mapper(NAME, revision="v1").verdict == "pass"
+    blob.write_bytes(blob.read_bytes()[:-1])
+    with pytest.raises(BundleError, match=rf"delete {re.escape(str(blob))} and load it again"):
+        load_mapper(NAME, revision="v1")
+
+
+def test_a_wrong_digest_is_refused_by_name_before_anything_is_sent(hub, bundle):
+    add_files(bundle, {"r2-map.png": b"\x89PNG", "evaluation.md": b"# x\n", "README.md": b"mine"})
+    for name in ("r2-map.png", "evaluation.md", "README.md", SHARD):
+        data = (bundle / name).read_bytes()
+        (bundle / name).write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        with pytest.raises(BundleError, match=f"file {name}: "):
+            push(bundle, NAME, tag="v1")
+        (bundle / name).write_bytes(data)
+    assert hub.requests == []
+
+
+def test_a_picture_that_arrived_as_another_is_found_though_it_is_a_large_file(hub, bundle):
+    """The Hub keeps pictures as large files, whose name in git is that of a pointer: their content is what is compared."""
+    add_files(bundle, {"r2-map.png": b"\x89PNG"})
+    repository = hub.create(NAME)
+    commit = repository.commit
+
+    def lose(tree, branch):
+        return commit(tree | {"r2-map.png": File(b"\x88PNG", True)}, branch)
+
+    repository.commit = lose
+    with pytest.raises(BundleError, match=r"file r2-map\.png did not arrive as it was sent"):
+        push(bundle, NAME, tag="v1")
+    assert repository.tags == {}
+    repository.commit = commit
+    assert push(bundle, NAME, tag="v1").status == "pushed"
+    assert repository.tree["r2-map.png"].large
+    assert push(bundle, NAME, tag="v1").status == "unchanged"
 
 
 def test_local_files_only(hub, bundle):
