@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from kvfit.errors import KvfitError
@@ -26,6 +26,9 @@ Inputs = Literal["same", "both"]
 Pairing = Literal["half", "interleaved"]
 
 T = TypeVar("T")
+
+# Of fields that documents written before they existed do not have; None is not written either.
+_MAY_BE_ABSENT = {"may_be_absent": True}
 
 
 class SpecError(KvfitError, ValueError):
@@ -89,6 +92,26 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class Content:
+    """Digests of everything that a loaded model's forward pass reads.
+
+    Attributes:
+        bits: of the input embedding, of each decoder layer, and of everything else (final norm, head, other parts, rotary
+            tables): 16 hexadecimal digits each, from the exact bits of every element of every tensor that a checkpoint holds.
+        rounded: the same from the values rounded to bfloat16, for a model that is loaded in another dtype.
+        n_ids: token ids of the tokenizer; rows of the embedding and of the head beyond them are padding and not covered.
+        derived: of what the modules computed from the configuration (norm epsilons, scalings, buffers that no file holds).
+        transformers: version that `derived` was computed with; it is compared under the same version only.
+    """
+
+    bits: tuple[str, ...]
+    rounded: tuple[str, ...]
+    n_ids: int
+    derived: str
+    transformers: str
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What pins one model: where it came from, its KV geometry, and the fingerprints of its content.
 
@@ -107,6 +130,8 @@ class ModelSpec:
         weight_fingerprint: digest of fixed slices of the embedding and of every decoder layer's weights, in bfloat16.
         dtype: dtype that the activations were captured in.
         quantisation: name of the quantisation method, None for none.
+        content: digests of every weight; None for a map that was fitted before kvfit recorded them.
+        tokenization_digest: digest of the ids that a fixed text is encoded to; None as `content`.
     """
 
     ref: str
@@ -123,6 +148,8 @@ class ModelSpec:
     weight_fingerprint: str
     dtype: str
     quantisation: str | None
+    content: Content | None = field(default=None, metadata=_MAY_BE_ABSENT)
+    tokenization_digest: str | None = field(default=None, metadata=_MAY_BE_ABSENT)
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_heads", "head_dim", "n_query_heads"):
@@ -267,6 +294,9 @@ def read_mapper_spec(document: Mapping[str, Any]) -> MapperSpec:
         for name in ("lexical_lags", "rank"):
             if name in document:
                 raise SpecError(name, "an unknown key", "only the fields of format version 1")
+        for role, name in itertools.product(("source", "target"), ("content", "tokenization_digest")):
+            if isinstance(document.get(role), Mapping) and name in document[role]:
+                raise SpecError(f"{role}.{name}", "an unknown key", "only the fields of format version 1")
         document = {**document, "lexical_lags": [], "rank": None}
     return from_json(MapperSpec, document)
 
@@ -274,7 +304,8 @@ def read_mapper_spec(document: Mapping[str, Any]) -> MapperSpec:
 def to_json(value: Any) -> Any:
     """A spec as JSON values: dataclasses become objects, tuples become arrays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        items = {item.name: (getattr(value, item.name), item) for item in dataclasses.fields(value)}
+        return {name: to_json(found) for name, (found, item) in items.items() if found is not None or not item.metadata}
     if isinstance(value, tuple):
         return [to_json(item) for item in value]
     return value
@@ -325,13 +356,14 @@ def _read_dataclass(cls: type, value: Any, field: str) -> Any:
     if not isinstance(value, Mapping):
         raise SpecError(field, type(value).__name__, f"an object ({cls.__name__})")
     hints = typing.get_type_hints(cls)
-    unknown, missing = sorted(set(value) - set(hints)), sorted(set(hints) - set(value))
+    needed = {item.name for item in dataclasses.fields(cls) if not item.metadata}
+    unknown, missing = sorted(set(value) - set(hints)), sorted(needed - set(value))
     if unknown:
         name = unknown[0] if unknown[0].isprintable() else ascii(unknown[0])
         raise SpecError(f"{field}.{name[:80]}".lstrip("."), "an unknown key", f"only {', '.join(hints)}")
     if missing:
         raise SpecError(f"{field}.{missing[0]}".lstrip("."), "nothing", "a value")
-    read = {name: _read(hint, value[name], f"{field}.{name}".lstrip(".")) for name, hint in hints.items()}
+    read = {name: _read(hints[name], value[name], f"{field}.{name}".lstrip(".")) for name in hints if name in value}
     try:
         return cls(**read)
     except SpecError as error:

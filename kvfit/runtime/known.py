@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from kvfit.model.decoder import unwrapped
 from kvfit.model.first_layer import check_first_layer
-from kvfit.model.identity import WeightStamp, check_model, require_model
+from kvfit.model.identity import check_model, require_model
+from kvfit.model.stamp import WeightStamp
 from kvfit.runtime.rewrite import check_rewrite, refuse_attention
 from kvfit.spec import MapperSpec, ModelSpec
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from kvfit.errors import MismatchError
-from kvfit.model.identity import check_model, config_digest, quantisation, weight_fingerprint
+from kvfit.model.digests import config_digest, quantisation, weight_fingerprint
+from kvfit.model.identity import check_model
 from kvfit.spec import ModelSpec
 from kvfit.vllm.addresses import source_identity
 

@@ -1,5 +1,6 @@
 """Generation on a cache that holds part of the prompt is plain generation of the whole prompt, token for token."""
 
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvfit.model.generate import generate
 
 BY_NAME = {family.name: family for family in FAMILIES + UNLISTED}
 LENGTH, HELD, NEW = 20, 11, 20
+NEWER = int(metadata.version("transformers").split(".")[0]) >= 5
 
 
 def prompt(batch: int = 1, n_tokens: int = LENGTH) -> Tensor:
@@ -66,29 +68,27 @@ def test_every_mode_is_plain_generate(name: str, mode: str) -> None:
     model, ids = build(BY_NAME[name]), prompt(2)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    if mode == "chunked prefill" and not _chunks_start_at_the_cache():
+    if mode == "chunked prefill" and not NEWER:  # version 4 begins its chunks at the first token
         with pytest.raises(MismatchError, match="prefill_chunk_size"):
             same_as_plain(model, ids, mask=mask, **MODES[mode])
         return
     assert same_as_plain(model, ids, mask=mask, **MODES[mode])
 
 
-def _chunks_start_at_the_cache() -> bool:
-    import transformers
-
-    return int(transformers.__version__.split(".")[0]) >= 5
-
-
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral-window"])
 @pytest.mark.parametrize("mode", ["model", "itself", "sampling", "lookup"])
 def test_assisted_decoding(name: str, mode: str) -> None:
     """Versions up to the newest feed the whole prompt onto the cache when an assistant proposes tokens."""
-    model = build(BY_NAME[name])
+    if not NEWER and (name != "qwen3" or mode == "sampling"):
+        pytest.skip("version 4 cannot take back tokens of a window, and draws other proposals for each call")
+    model, assistant = build(BY_NAME[name]), build(BY_NAME[name], seed=1)
+    # The usual schedule writes the number it arrives at into the assistant, where the next call begins with it.
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
     options = {
-        "model": {"assistant_model": build(BY_NAME[name], seed=1)},
+        "model": {"assistant_model": assistant},
         "itself": {"assistant_model": model},
-        "sampling": {"assistant_model": build(BY_NAME[name], seed=1), "do_sample": True},
-        "lookup": {"prompt_lookup_num_tokens": 3},
+        "sampling": {"assistant_model": assistant, "do_sample": True},
+        "lookup": {"prompt_lookup_num_tokens": 3, "eos_token_id": VOCABULARY - 1},
     }[mode]
     assert same_as_plain(model, prompt(), **options)
 

@@ -9,14 +9,8 @@ import torch
 from zoo import FAMILIES, VOCABULARY, Tokenizer, build
 
 from kvfit.errors import MismatchError, UnsupportedModelError
-from kvfit.model.identity import (
-    check_model,
-    config_digest,
-    describe_model,
-    quantisation,
-    tokenizer_fingerprint,
-    weight_fingerprint,
-)
+from kvfit.model.digests import config_digest, quantisation, tokenizer_fingerprint, weight_fingerprint
+from kvfit.model.identity import check_model, describe_model
 from kvfit.spec import ModelSpec, from_json, to_json
 
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -79,8 +73,11 @@ def test_a_compiled_model_is_seen_through(spec: ModelSpec, qwen3: Any) -> None:
 
 
 def test_other_weights_of_the_same_shape_are_refused(spec: ModelSpec) -> None:
+    other = build(BY_NAME["qwen3"], seed=1)
+    with pytest.raises(MismatchError, match=r"field content: found other weights in .* that org/name had when the map was"):
+        check_model(spec, other)
     with pytest.raises(MismatchError, match=r"field weight_fingerprint: .* as org/name had"):
-        check_model(spec, build(BY_NAME["qwen3"], seed=1))
+        check_model(dataclasses.replace(spec, content=None), other)
 
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj", "q_proj", "k_norm"])
@@ -90,8 +87,10 @@ def test_any_layer_that_was_tuned_shows(spec: ModelSpec, part: str, layer_index:
     check_model(spec, model)
     with torch.no_grad():
         getattr(model.model.layers[layer_index].self_attn, part).weight.mul_(1.02)
-    with pytest.raises(MismatchError, match="weight_fingerprint"):
+    with pytest.raises(MismatchError, match=f"found other weights in layer {layer_index}, needed"):
         check_model(spec, model)
+    with pytest.raises(MismatchError, match="weight_fingerprint"):
+        check_model(dataclasses.replace(spec, content=None), model)
 
 
 @pytest.mark.parametrize("name", ["phi3", "gpt-neox"])
@@ -145,7 +144,7 @@ def test_offloaded_weights_are_identified() -> None:
 )
 def test_the_field_that_differs_is_named(spec: ModelSpec, qwen3: Any, field: str, value: Any) -> None:
     with pytest.raises(MismatchError, match=rf"^field {field}: found .*, needed .* as org/name had"):
-        check_model(dataclasses.replace(spec, **{field: value}), qwen3, Tokenizer())
+        check_model(dataclasses.replace(spec, content=None, **{field: value}), qwen3, Tokenizer())
 
 
 def test_geometry_comes_first(spec: ModelSpec, qwen3: Any) -> None:

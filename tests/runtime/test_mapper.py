@@ -328,7 +328,7 @@ def test_a_checked_model_that_changed_is_checked_again(target):
     attention.v_proj.weight = own
     mapper.check_models(target_model=model)
     attention.v_proj = Adapter(attention.v_proj)
-    with pytest.raises(MismatchError, match="weight_fingerprint"):
+    with pytest.raises(MismatchError, match=r"found an adapter on model\.layers\.1\.self_attn\.v_proj"):
         mapper.check_models(target_model=model)
     attention.v_proj = attention.v_proj.base_layer
     mapper.check_models(target_model=model.to(torch.float32))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfit.model import cache as caches
-from kvfit.model.identity import config_digest, weight_fingerprint
+from kvfit.model.digests import config_digest, weight_fingerprint
 from kvfit.model.probe import probe
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import FORMAT_VERSION, KINDS, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable

@@ -13,7 +13,7 @@ from kvfit.fit.capture.models import Loaded, Options, load
 from kvfit.fit.capture.selfcheck import self_check
 from kvfit.model import cache as caches
 from kvfit.model.decoder import family, text_config
-from kvfit.model.identity import quantisation
+from kvfit.model.digests import quantisation
 from kvfit.model.probe import Probe, probe
 from kvfit.spec import RopeTable
 

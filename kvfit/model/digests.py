@@ -1,0 +1,157 @@
+"""Digests of a model's configuration, of its tokenizer, and of a sample of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import UnsupportedModelError
+from kvfit.model.content import plain
+from kvfit.model.decoder import family, layer_path, loaded_tensor, unwrapped
+
+_SAMPLES = 64
+_MIXTURE = re.compile(r"expert|moe|router|(^|\.)gate$")
+_DECIMALS = 9  # significant digits of a configured number; more than any file carries, fewer than a float32 invents
+
+# Encoded to tell tokenizers apart that share a vocabulary: merges, normalisation, spaces, digits, scripts, composed accents.
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog. Été été, naïve coöperation; “quoted” — it's\n\n"
+    "\tdef run(self, *args):\n        return {k: v for k, v in args}  # 3.14159, 1,234,567 and 0x7fff\r\n"
+    "internationalization antidisestablishmentarianism HTTPResponse snake_case camelCase   three spaces "
+    "今天天气很好。東京都 ひらがな 한국어 Здравствуйте αβγ مرحبا नमस्ते 😀🇩🇪 ﬁ ＡＢ x² + y₂ ≤ ∞ ½ "  # noqa: RUF001
+    "https://example.org/a?b=c&d=%20 <tag attr='x'/> e.g. i.e. can't won't I'm you've cafe\u0301"
+)
+
+
+def quantisation(config: Any) -> str | None:
+    """Name of the quantisation method of a model, None for none."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method) or "unknown")
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Digest (SHA-256) of the token-to-id map. Padding of the embedding matrix beyond the tokenizer does not enter."""
+    tokens = sorted((int(number), str(token)) for token, number in tokenizer.get_vocab().items())
+    return digest(tokens)
+
+
+def tokenization_digest(tokenizer: Any) -> str | None:
+    """Digest (SHA-256) of the ids that a fixed text is encoded to, without special tokens; None where nothing encodes.
+
+    Two tokenizers with one vocabulary and other merges, or another normaliser, give other ids.
+    """
+    if not callable(getattr(tokenizer, "encode", None)):
+        return None
+    return digest([int(number) for number in tokenizer.encode(_TEXT, add_special_tokens=False)])
+
+
+def id_count(tokenizer: Any) -> int:
+    """One more than the largest id that a tokenizer can give."""
+    return max((int(number) for number in tokenizer.get_vocab().values()), default=-1) + 1
+
+
+def weight_fingerprint(model: Any) -> str:
+    """Digest (SHA-256) of fixed, evenly spread slices of the decoder's weights, each rounded to bfloat16.
+
+    64 numbers of every parameter of every decoder layer (key and value projections, fused ones included, queries, norms, MLPs)
+    and of the input embedding; experts and their router are left out, as their layout differs between versions. Rounding first
+    makes a bfloat16 and a float32 load of one checkpoint agree; a float16 load of a bfloat16 one loses bits and does not.
+
+    Raises:
+        UnsupportedModelError: the weights are not in memory (meta device, offloaded to disk).
+    """
+    model = unwrapped(model)
+    parts: list[Tensor] = []
+    for tensor in _weights(model):
+        flat = plain(model, tensor, "a weight").reshape(-1)
+        step = max(1, flat.numel() // _SAMPLES)
+        step -= step % 2 == 0  # an even step would stay in one column of a matrix
+        sample = flat[::step][:_SAMPLES]
+        parts.append(sample.to(torch.bfloat16).view(torch.int16) if tensor.is_floating_point() else sample.to(torch.int16))
+    digest = hashlib.sha256()
+    # One copy per device instead of one per weight.
+    by_device: dict[torch.device, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_device.setdefault(part.device, []).append(index)
+    samples: list[Tensor] = list(parts)
+    for indices in by_device.values():
+        moved = torch.split(torch.cat([parts[i] for i in indices]).cpu(), [parts[i].numel() for i in indices])
+        for index, part in zip(indices, moved, strict=True):
+            samples[index] = part
+    for part in samples:
+        digest.update(part.numpy().astype("<i2").tobytes())
+    return digest.hexdigest()
+
+
+def _weights(model: Any) -> Iterator[Tensor]:
+    """Embedding and decoder layers' tensors, in an order that does not depend on the prefix of their names."""
+    yield loaded_tensor(model, model.get_input_embeddings(), "weight")
+    layers: dict[int, list[tuple[str, Any, str]]] = {}
+    for path, module in model.named_modules():
+        found = layer_path(path)
+        if found is None or _MIXTURE.search(path):
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            # Quantised weights are buffers; so are causal masks and frequencies, which are no weights.
+            if tensor is not None and tensor.numel() > 1 and tensor.dtype != torch.bool and "inv_freq" not in name:
+                layers.setdefault(found[0], []).append((f"{found[1]}.{name}", module, name))
+    if not layers:
+        raise UnsupportedModelError(f"{family(model)}: found no decoder layers by name, needed their weights as identity")
+    for layer_index in sorted(layers):
+        for _, module, name in sorted(layers[layer_index], key=lambda item: item[0]):
+            yield loaded_tensor(model, module, name)
+
+
+# Values that change the arithmetic, by the words in their names. The rest (token ids, dropout, initialisation, longest
+# position, generation, file versions) leaves keys and values alone, and differs between versions of transformers.
+_MATTERS = re.compile(
+    r"hidden|intermediate|num_.*(layers|heads|groups|experts)|head_dim|eps|activation|_act(_fn)?$|bias|scal|multiplier|softcap"
+    r"|experts|topk|clip|lora_rank|parallel|residual|no_rope|qk_(layer)?norm|query_pre_attn|alibi"
+)
+_NOISE = re.compile(r"^_|dropout|initializer|output_|aux|rope_scaling|use_cache|pad|transformers|fused|beam|hidden_states")
+_RENAMED = {"num_local_experts": "num_experts"}
+
+
+def config_digest(config: Any) -> str:
+    """Digest (SHA-256) of the configuration values that change what the model computes.
+
+    Not in it: names, versions, dtype, token ids, dropout, the padded size of the vocabulary, and what `ModelSpec` records in
+    fields of its own: rotary parameters and windows. Values that are None or False are left out, so that a version of
+    transformers that adds an option which is off does not change the digest; whole numbers and fractions are written alike.
+    """
+    config = config.get_text_config(decoder=True)
+    values = config.to_dict()
+    kept: dict[str, Any] = {"model_type": values.get("model_type")}
+    for name, value in values.items():
+        if _MATTERS.search(name) and not _NOISE.search(name) and value is not None and value is not False:
+            kept[_RENAMED.get(name, name)] = _plain(value)
+    heads = values.get("num_attention_heads")
+    if "head_dim" not in kept and isinstance(heads, int) and isinstance(values.get("hidden_size"), int):
+        kept["head_dim"] = _plain(values["hidden_size"] // heads)  # what every family does that leaves it out
+    return digest(kept)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)):
+        return f"{value:.{_DECIMALS}g}"
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None and item is not False}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

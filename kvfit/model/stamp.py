@@ -1,0 +1,88 @@
+"""`WeightStamp`: notices, in about a millisecond, that a model which was checked in full is no longer what it was."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.model.decoder import unwrapped
+from kvfit.model.interference import drops, interventions
+
+_SAMPLES = 8
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class WeightStamp:
+    """What can be told about a model's state without reading it all.
+
+    Compares which tensors there are and where, how often torch counted a write to each, which hooks its modules carry and which
+    constants they hold, and a few numbers of every tensor. The numbers are for what torch does not count: writes through
+    ``tensor.data``, by which adapters are merged. Such a write to a few elements goes unnoticed until the next full check.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Stamp a model that was just checked."""
+        modules = list(unwrapped(model).modules())
+        # The names of a module's numbers are looked up once, because a module has dozens of attributes.
+        self._names = [tuple(n for n, value in vars(module).items() if type(value) is float) for module in modules]
+        self._surface, tensors = self._walk(model)
+        self._parts: list[tuple[Callable[[], Tensor | None], tuple[Any, ...]]] = [
+            (weakref.ref(tensor), _state(tensor)) for tensor in tensors
+        ]
+        self._sample = _sample(tensors)
+
+    def holds(self, model: Any) -> bool:
+        """Whether the model is still as it was stamped. Waits once for each device."""
+        surface, tensors = self._walk(model)
+        same = len(tensors) == len(self._parts) and all(
+            # Accelerate puts a new tensor in the place of an offloaded one after every pass.
+            (tensor.is_meta or kept() is tensor) and state == _state(tensor)
+            for tensor, (kept, state) in zip(tensors, self._parts, strict=True)
+        )
+        if not same or surface != self._surface:
+            return False
+        sample = _sample(tensors)
+        return sample.keys() == self._sample.keys() and all(
+            torch.equal(part, self._sample[key]) for key, part in sample.items()
+        )
+
+    def _walk(self, model: Any) -> tuple[list[Any], list[Tensor]]:
+        """Per module its class, hooks, numbers and dropout; and every parameter and buffer."""
+        surface: list[Any] = []
+        tensors: list[Tensor] = []
+        n_names = len(self._names)
+        for index, module in enumerate(unwrapped(model).modules()):
+            own = vars(module)
+            numbers = [own.get(name) for name in self._names[index]] if index < n_names else None
+            surface.append((type(module), interventions(module), numbers, own["training"] and drops(module)))
+            for held in (own["_parameters"], own["_buffers"]):
+                tensors.extend(tensor for tensor in held.values() if tensor is not None)
+        return surface, tensors
+
+
+@torch.no_grad()
+def _sample(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """Evenly spread numbers of every tensor as bits, which equal themselves even where they are NaN; per device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        count = tensor.numel()
+        if tensor.is_meta or count == 0 or hasattr(type(tensor), "__tensor_flatten__"):
+            continue
+        step = (count // _SAMPLES or 1) - 1 | 1  # an even step would stay in one column of a matrix
+        size = min(_SAMPLES, count) if tensor.is_contiguous() else 1
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor.as_strided((size,), (step,)))
+    return {
+        key: torch.cat(parts).view(_BITS[key[1].itemsize]) if key[1].is_floating_point else torch.cat(parts)
+        for key, parts in found.items()
+    }
+
+
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    """How often it was written, where it is, and as what."""
+    if tensor.is_meta:
+        return tensor.numel(), 0, tensor.dtype
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr(), tensor.dtype
