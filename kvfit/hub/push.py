@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvfit.bundle.bundle import Bundle
-from kvfit.bundle.files import require_writable, whole_folder, write_file
-from kvfit.errors import BundleError, GateError, MismatchError, OptionError, RefError
-from kvfit.hub.refs import is_path, is_repository, is_tag, next_version, published_versions
+from kvfit.bundle.files import require_writable
+from kvfit.errors import GateError, MismatchError, OptionError, RefError
+from kvfit.hub.publish import HubRepository, Status, publish_to_folder
+from kvfit.hub.refs import is_path, is_repository, is_tag, next_version
 from kvfit.hub.registry import entry_file, make_entry, render_entry
-from kvfit.hub.release import Published, Release, Status
-from kvfit.hub.repository import Repository
+from kvfit.hub.release import Release
 
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*", re.ASCII)
 
@@ -124,9 +122,9 @@ def push(
     if release.bundle.verdict == "fail" and require == "pass":
         raise GateError(f"bundle {folder}: its evaluation failed; improve it, or publish it anyway with --any (require='any')")
     if local:
-        published = _publish_folder(release, Path(name).expanduser(), tag, dry_run)
+        published = publish_to_folder(release, Path(name).expanduser(), tag, dry_run)
     else:
-        published = Repository(name).publish(release, tag, private, create_pr, dry_run)
+        published = HubRepository(name).publish(release, tag, private, create_pr, dry_run)
     result = PushResult(
         to=name,
         status=published.status,
@@ -161,52 +159,3 @@ def _register(result: PushResult, release: Release, home: Path, local: bool) -> 
     home.mkdir(parents=True, exist_ok=True)
     path.write_text(render_entry(entry), encoding="utf-8")
     return PushResult(**(asdict(result) | {"registry": str(path)}))
-
-
-# -- a folder --------------------------------------------------------------------------------------------------
-
-
-def _publish_folder(release: Release, home: Path, tag: str | None, dry_run: bool) -> Published:
-    if (home / "mapper.json").exists() or (home.exists() and not home.is_dir()):
-        raise MismatchError(f"push: {home} is itself a bundle or a file, needed a folder that holds one subfolder per version")
-    tags = published_versions(home) if home.is_dir() else []
-    if tag is None:
-        last = tags[-1] if tags else None
-        tag = last if last is not None and _same_folder(release, home / last) else next_version(tags)
-    changed: tuple[str, ...] = ()
-    if not os.path.lexists(home / tag):
-        changed = tuple(file.name for file in release.files)
-        if not dry_run:
-            _copy(release, home / tag)
-    if os.path.lexists(home / tag) and not _same_folder(release, home / tag):
-        raise MismatchError(
-            f"push: version {tag} exists in {home} with other content, and versions never change;"
-            f" use --tag {next_version(tags)}"
-        )
-    status: Status = "checked" if dry_run else "pushed" if changed else "unchanged"
-    return Published(status, tag, None, str(home / tag), (*tags, tag), changed)
-
-
-def _copy(release: Release, destination: Path) -> None:
-    try:
-        with whole_folder(destination) as temporary:
-            for file in release.files:
-                if isinstance(file.content, bytes):
-                    write_file(temporary / file.name, file.content)
-                else:
-                    shutil.copyfile(file.content, temporary / file.name)
-                    _sync_file(temporary / file.name)
-            Bundle.open(temporary)  # what arrived has its digests
-    except BundleError:
-        if not os.path.lexists(destination):
-            raise
-        # Somebody else made the version meanwhile; whether it is the same is looked at next.
-
-
-def _sync_file(path: Path) -> None:
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def _same_folder(release: Release, folder: Path) -> bool:
-    return dict(Bundle.open(folder).digests) == release.digests

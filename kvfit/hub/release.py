@@ -6,25 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvfit.bundle import manifest
 from kvfit.bundle.bundle import Bundle
 from kvfit.hub import card
 
-Status = Literal["pushed", "unchanged", "proposed", "checked"]
-
-
-@dataclass(frozen=True)
-class Published:
-    """What became of a release at the place where it was to go; see `kvfit.hub.push.PushResult`."""
-
-    status: Status
-    tag: str | None
-    commit: str | None
-    url: str
-    tags: tuple[str, ...]
-    changed: tuple[str, ...]
+README = "README.md"
 
 
 @dataclass(frozen=True)
@@ -36,17 +24,6 @@ class ReleaseFile:
     size: int
     content: bytes | Path
 
-    def git_id(self) -> str:
-        """The file's name in git, which is how the Hub tells regular files apart."""
-        digest = hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
-        if isinstance(self.content, bytes):
-            digest.update(self.content)
-        else:
-            with open(self.content, "rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-        return digest.hexdigest()
-
 
 @dataclass(frozen=True)
 class Release:
@@ -55,11 +32,13 @@ class Release:
     Attributes:
         bundle: the bundle, all of it checked.
         files: every file, ``SHA256SUMS`` included.
+        card: text of its ``README.md``.
         metadata: of the card.
     """
 
     bundle: Bundle
     files: tuple[ReleaseFile, ...]
+    card: str
     metadata: Mapping[str, Any]
 
     @classmethod
@@ -73,18 +52,18 @@ class Release:
         """
         bundle = Bundle.open(folder)
         bundle.check_weights()
-        readme = bundle.folder / "README.md"
-        text = readme.read_bytes().decode("utf-8", "replace") if "README.md" in bundle.digests else None
+        text = (bundle.folder / README).read_bytes().decode("utf-8", "replace") if README in bundle.digests else None
         if text is None or card.is_generated(text):
             stated = license or (card.check_metadata(text, str(folder)).get("license") if text is not None else None)
             text = card.render_card(bundle, ref=ref, license=stated)
         metadata = card.check_metadata(text, str(folder))
         data = text.encode("utf-8")
-        digests = dict(bundle.digests) | {"README.md": hashlib.sha256(data).hexdigest()}
-        made = {"README.md": data, manifest.MANIFEST: manifest.render(digests)}
-        files = [_on_disk(bundle.folder, name, digests[name]) for name in sorted(digests) if name not in made]
+        digests = dict(bundle.digests) | {README: hashlib.sha256(data).hexdigest()}
+        made = {README: data, manifest.MANIFEST: manifest.render(digests)}
+        on_disk = [(name, bundle.folder / name) for name in sorted(digests) if name not in made]
+        files = [ReleaseFile(name, digests[name], path.stat().st_size, path) for name, path in on_disk]
         files += [ReleaseFile(name, hashlib.sha256(data).hexdigest(), len(data), data) for name, data in made.items()]
-        return cls(bundle, tuple(files), metadata)
+        return cls(bundle, tuple(files), text, metadata)
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +79,3 @@ class Release:
     def license(self) -> str:
         """The licence that the card states, ``other`` where it states none."""
         return str(self.metadata.get("license") or "other")
-
-
-def _on_disk(folder: Path, name: str, digest: str) -> ReleaseFile:
-    path = folder / name
-    return ReleaseFile(name, digest, path.stat().st_size, path)
