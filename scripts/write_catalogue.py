@@ -19,15 +19,14 @@ HEAD = """<!-- Written by scripts/write_catalogue.py from registry/. Run it agai
 
 # Catalogue
 
-If you are unsure whether there is a mapper for your two models, look for both names in the table. If they are not in it,
-[fit one](guides/fit-one-gpu.md); a mapper of another pair, or of other versions of these models, is no substitute.
+The mappers that are published for this version of kvfit; `kvfit list` prints the same. If your two models are not in the
+table, [fit a mapper](guides/fit-one-gpu.md): one of another pair, or of other versions of these models, is no substitute.
 
-Every mapper of the [registry](reference/registry.md) that came with this version of kvfit. `kvfit list` prints the same.
-
-**Recall** is the share of questions answered right whose answer only the moved part of the conversation holds, **share of
-gap** how much of the difference in likelihood between source and target the move keeps; both are of the evaluation's
-`handoff` arm, with whatever guided recompute it was run with. [What they tell and what they do
-not](concepts/r2-and-likelihood.md).
+Each row is about one way of moving: the evaluation's `handoff`, with the guided recompute that it was judged with. **Recall**
+is the share of questions answered right whose answer only the moved part of the conversation holds. **Share of gap** is how
+much of the difference in likelihood between source and target the move keeps. **Speed** is how many times as fast as a prefill
+by the target it was, and **work** the share of that prefill's operations that it takes. [What they tell and what they do
+not](concepts/r2-and-likelihood.md). The table is made from the [registry](reference/registry.md).
 """
 
 COLUMNS = (
@@ -37,6 +36,8 @@ COLUMNS = (
     "Verdict",
     "Recall",
     "Share of gap",
+    "Speed",
+    "Work",
     "KL to native",
     "R2 keys / values",
     "MB",
@@ -61,6 +62,8 @@ def _row(entry: MapperEntry) -> Iterator[str]:
     yield entry.verdict
     yield _percent(scores.get("recall"))
     yield _percent(scores.get("share_of_gap"))
+    yield "" if scores.get("speed") is None else f"{scores['speed']:.2g} x"
+    yield _percent(scores.get("share_of_work"))
     yield _number(scores.get("kl"), 3)
     yield f"{_number(scores.get('r2_keys'), 2)} / {_number(scores.get('r2_values'), 2)}"
     yield f"{entry.nbytes / 1e6:.1f}"

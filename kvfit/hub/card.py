@@ -15,7 +15,7 @@ from typing import Any
 from kvfit.bundle.bundle import Bundle, add_files
 from kvfit.bundle.records import one_line, value_at
 from kvfit.errors import BundleError
-from kvfit.hub.card_quality import cost_text, judged_arguments, quality_table, verdict_reasons, where_measured
+from kvfit.hub.quality import cost_text, judged_arguments, quality_table, verdict_reasons, where_measured
 from kvfit.hub.refs import is_repository
 from kvfit.spec import KINDS, Kind
 

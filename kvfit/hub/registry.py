@@ -18,12 +18,13 @@ from typing import Any, Literal
 from kvfit.bundle import records
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import BundleError, RefError
+from kvfit.hub.quality import ways
 from kvfit.hub.refs import is_repository, is_tag, split_ref
 from kvfit.spec import FORMAT_VERSION, KINDS, SpecError, from_json
 
 SCHEMA = 1
 MAX_ENTRY = 64 << 10
-SCORES = ("share_of_gap", "kl", "top1", "recall")
+SCORES = ("share_of_gap", "kl", "top1", "recall", "speed", "share_of_work")
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
@@ -121,7 +122,7 @@ class MapperEntry(_Pinned):
 
     def __str__(self) -> str:
         found = dict(self.scores)
-        scores = " ".join(f"{name}={found[name]:.4g}" for name in ("recall", "share_of_gap", "kl") if name in found)
+        scores = " ".join(f"{name}={found[name]:.4g}" for name in ("recall", "share_of_gap", "kl", "speed") if name in found)
         pair = f"{self.source.ref} -> {self.target.ref}"
         return f"{self.name}  {pair}  {self.verdict}  {self.nbytes / 1e6:.1f} MB  {scores}".rstrip()
 
@@ -246,26 +247,18 @@ def make_entry(
 
 
 def scores(bundle: Bundle) -> tuple[tuple[str, float], ...]:
-    """What the evaluation of these weights found for the arm that it judged; then the mean holdout R2 of keys and of values."""
+    """What the evaluation of these weights found for the way that it judged; then the mean holdout R2 of keys and of values."""
     found: list[tuple[str, float]] = []
-    moved = judged_arm(bundle)
+    # The verdict is of other weights where it is unknown, and of no way of moving.
+    judged = {} if bundle.verdict == "unknown" else ways(bundle.evaluation).get("handoff", {})
     for name in SCORES:
-        value = moved.get(name)
+        value = judged.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):  # finite, as all of strict JSON
             found.append((name, round(float(value), 6)))
     for kind in KINDS:
         values = [entry.r2_holdout for entry in bundle.spec.layers if entry.kind == kind]
         found.append((f"r2_{kind}", round(sum(values) / len(values), 6)))
     return tuple(found)
-
-
-def judged_arm(bundle: Bundle) -> dict[str, Any]:
-    """The evaluation's row of the arm that runs in use; empty without an evaluation of these weights."""
-    if bundle.evaluation is None or bundle.evaluation["weights_digest"] != bundle.weights_digest:
-        return {}
-    arms = bundle.evaluation.get("arms")
-    row = arms.get("handoff") if isinstance(arms, dict) else None
-    return row if isinstance(row, dict) else {}
 
 
 def render_entry(entry: MapperEntry) -> str:

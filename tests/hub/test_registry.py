@@ -1,5 +1,6 @@
 """The registry: its schema, what is found in it, and that the entries shipped with kvfit are right."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,8 +9,9 @@ from bundle_factory import evaluated_bundle, mapper_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvfit.bundle.bundle import Bundle
+from kvfit.bundle.bundle import Bundle, add_files
 from kvfit.errors import BundleError, RefError
+from kvfit.hub.card import render_card
 from kvfit.hub.load import load_mapper, resolve
 from kvfit.hub.push import push
 from kvfit.hub.registry import (
@@ -21,6 +23,7 @@ from kvfit.hub.registry import (
     read_entry,
     registry_folder,
     render_entry,
+    scores,
 )
 
 ENTRY = """schema = 1
@@ -212,6 +215,30 @@ def test_a_ref_or_a_pair(arguments, what):
         load_mapper(**arguments)
 
 
+def test_the_scores_are_those_of_the_way_that_was_judged(tmp_path):
+    """Speed and work stand beside the recall of the same way; those of an evaluation of other weights are no one's."""
+    folder = evaluated_bundle(tmp_path / "b")
+    document = dict(Bundle.open(folder).evaluation)
+    row = {
+        "way": "handoff",
+        "recall": 0.75,
+        "kl": 0.25,
+        "speed": 3.5,
+        "share_of_work": 0.125,
+        "milliseconds": 2.0,
+        "top1": None,
+    }
+    document["ways"] = [row | {"way": "transfer", "speed": 20.0, "recall": 0.0}, row]
+    add_files(folder, {"evaluation.json": json.dumps(document).encode()})
+    found = dict(scores(Bundle.open(folder)))
+    assert {name: found[name] for name in ("recall", "kl", "speed", "share_of_work")} == {
+        "recall": 0.75, "kl": 0.25, "speed": 3.5, "share_of_work": 0.125
+    }  # fmt: skip
+    assert "top1" not in found
+    add_files(folder, {"evaluation.json": json.dumps(document | {"weights_digest": "sha256:" + "0" * 64}).encode()})
+    assert set(dict(scores(Bundle.open(folder)))) == {"r2_keys", "r2_values"}
+
+
 def test_what_is_shipped_is_right():
     """Every entry that comes with kvfit reads; every local one is there, whole, and as its entry says."""
     home = registry_folder()
@@ -228,5 +255,7 @@ def test_what_is_shipped_is_right():
             assert bundle.weights_digest == entry.weights_digest
             assert (bundle.verdict, bundle.nbytes) == (entry.verdict, entry.nbytes)
             assert (bundle.spec.source.ref, bundle.spec.target.ref) == (entry.source.ref, entry.target.ref)
+            assert scores(bundle) == entry.scores
+            assert (bundle.folder / "README.md").read_text(encoding="utf-8") == render_card(bundle, license=entry.license)
     listed = {entry.folder for entry in list_mappers()} - {None}
     assert {path.name for path in home.iterdir() if path.is_dir()} == listed

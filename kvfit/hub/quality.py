@@ -1,4 +1,4 @@
-"""What a card says of quality, speed and cost: one row per way of moving, read from ``evaluation.json``.
+"""What cards and registry entries say of quality, speed and cost: one row per way of moving, read from ``evaluation.json``.
 
 Evaluations of kvfit 0.1 have no list ``ways``; their rows are put together from ``arms`` and ``milliseconds``. Records are
 free of form, so every value is looked at before it is used.
@@ -27,9 +27,26 @@ _SCORES = {"nll": "NLL", "kl": "KL to native", "kl_p95": "KL, 95th percentile", 
 _TIMED = {"native": "prefill", "transfer": "transfer", "handoff": "handoff"}
 
 
+def ways(evaluation: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Quality, time and share of the target's work of each way of moving; the known ways first.
+
+    Args:
+        evaluation: of the weights in question; None gives no rows.
+    """
+    rows = {}
+    listed, arms = value_at(evaluation, "ways"), value_at(evaluation, "arms")
+    if isinstance(listed, list):
+        rows = {row["way"]: row for row in listed if isinstance(row, dict) and isinstance(row.get("way"), str)}
+    elif isinstance(arms, Mapping):
+        times = value_at(evaluation, "milliseconds")
+        rows = {name: row | _timing(name, times) for name, row in arms.items() if isinstance(row, dict)}
+    known = [way for way in _MEANINGS if way in rows]
+    return {way: rows[way] for way in known + sorted(set(rows) - set(known))}
+
+
 def quality_table(evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
     """The header and the rows of the table: quality, time and share of the target's work of each way of moving."""
-    rows = _ways(evaluation)
+    rows = ways(evaluation)
     meanings = _MEANINGS | {"handoff": _MEANINGS["handoff"].format(handoff=f"`{judged_arguments(evaluation)}`")}
     columns: list[tuple[str, list[Any]]] = [("way", [f"`{way}`" for way in rows])]
     columns += [(label, [row.get(name) for row in rows.values()]) for name, label in _SCORES.items()]
@@ -83,19 +100,6 @@ def cost_text(cost: Any) -> str | None:
         return None
     about = ", estimated" if value_at(cost, "estimated") is True else ""
     return f"{' and '.join(parts)} a token of the target's prefill{about}"
-
-
-def _ways(evaluation: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Rows by way of moving, the known ones first."""
-    rows = {}
-    ways, arms = value_at(evaluation, "ways"), value_at(evaluation, "arms")
-    if isinstance(ways, list):
-        rows = {row["way"]: row for row in ways if isinstance(row, dict) and isinstance(row.get("way"), str)}
-    elif isinstance(arms, Mapping):
-        times = value_at(evaluation, "milliseconds")
-        rows = {name: row | _timing(name, times) for name, row in arms.items() if isinstance(row, dict)}
-    order = [way for way in _MEANINGS if way in rows] + sorted(set(rows) - set(_MEANINGS))
-    return {way: rows[way] for way in order}
 
 
 def _timing(way: str, times: Any) -> dict[str, Any]:
