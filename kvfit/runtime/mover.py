@@ -310,8 +310,8 @@ class Mover:
             token += start
             raise MismatchError(
                 f"input_ids: found the placeholder {number} of an image, a sound or a video at row {row}, token {token}, "
-                "needed text where the target runs tokens itself, because ids do not say what was seen: leave such tokens to the "
-                "mapped part"
+                "needed text where the target runs tokens itself, because ids do not say what was seen: leave such tokens to "
+                "the mapped part"
             )
 
 
