@@ -122,15 +122,16 @@ loading_options = _options(
 )
 
 
-def text_options(default: str) -> Callable[[F], F]:
-    """Where the text comes from."""
+_DATASET = "Hub dataset, or .jsonl, .parquet, .txt file or folder (also .gz, .zst), or demo:text, demo:heldout, demo:facts"
+
+
+def text_options(default: str | None) -> Callable[[F], F]:
+    """Where the text comes from; without a default, several texts with shares, and capture's own mix."""
+    several = f"{_DATASET}. Several times, each REF or REF=SHARE of the sequences, for a mix; default: capture's own mix."
     return _options(
-        click.option(
-            "--dataset",
-            type=ref,
-            default=default,
-            help="Hub dataset, or .jsonl, .parquet, .txt file or folder, or demo:text, demo:heldout.",
-        ),
+        click.option("--dataset", type=ref, multiple=True, metavar="REF[=SHARE]", help=several)
+        if default is None
+        else click.option("--dataset", type=ref, default=default, help=f"{_DATASET}."),
         click.option("--dataset-config", help="Configuration of a Hub dataset."),
         click.option("--dataset-revision", help="Commit, tag or branch of a Hub dataset."),
         click.option("--split", default="train", help="Split of the dataset."),

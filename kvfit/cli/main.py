@@ -53,13 +53,16 @@ def _loading(values: dict[str, Any]) -> tuple[Any, Any]:
 def _text(values: dict[str, Any]) -> Any:
     from kvfit.fit.capture.text import TextOptions
 
-    return TextOptions(
-        values.pop("dataset"),
-        values.pop("dataset_config"),
-        values.pop("dataset_revision"),
-        values.pop("split"),
-        values.pop("text_column"),
-    )
+    names = ("dataset", "dataset_config", "dataset_revision", "split", "text_column")
+    return TextOptions(*(values.pop(name) for name in names))
+
+
+def _texts(values: dict[str, Any]) -> Any:
+    """The texts of a capture, each with its share."""
+    from kvfit.fit.capture.text import DEFAULT_MIX, mix
+
+    words = values["dataset"] or DEFAULT_MIX
+    return mix(words, _text(values))
 
 
 @cli.command()
@@ -76,7 +79,7 @@ def demo(out: str, as_json: bool) -> None:
 @click.argument("source", type=ref)
 @click.argument("target", type=ref)
 @click.option("--out", required=True, type=path, help="The store to write, by habit NAME.zarr.")
-@text_options("HuggingFaceFW/fineweb-edu")
+@text_options(None)
 @click.option("--num-sequences", default=500, help="Sequences to run, both splits together.")
 @click.option("--seq-len", default=1024, help="Tokens of a sequence.")
 @click.option("--token-stride", default=4, help="Keep one token of this many for the statistics.")
@@ -104,7 +107,7 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
     from kvfit.fit.capture import capture as verb
     from kvfit.fit.capture.ranks import Ranks
 
-    text, loading = _text(values), _loading(values)
+    text, loading = _texts(values), _loading(values)
     revisions = (values.pop("source_revision"), values.pop("target_revision"))
     rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume")}
     done = verb.capture(

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from kvfit.fit.capture import capture, models
-from kvfit.fit.capture.text import TextOptions, sequences
+from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.text import TextOptions
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 import kvfit
-from kvfit.fit.capture.text import TextOptions, documents, sequences
+from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate.arms import Pair, source_pairs
 from kvfit.fit.evaluate.likelihood import likelihood
 from kvfit.fit.evaluate.questions import PROBE_KINDS, Probe, probes

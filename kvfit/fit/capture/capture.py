@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -18,19 +18,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfit.bundle.files import require_writable
 from kvfit.errors import BundleError, OptionError, StoreError, TextError, UnsupportedModelError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import Activations, check_positions
+from kvfit.fit.capture.passes import Passes, State
 from kvfit.fit.capture.ranks import Ranks, meeting
 from kvfit.fit.capture.recipe import make_recipe
 from kvfit.fit.capture.selfcheck import self_check
-from kvfit.fit.capture.text import Cursor, Sequence, TextOptions, sequences
+from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
+from kvfit.fit.progress import Progress
 from kvfit.fit.stats.accumulate import Accumulator, check_budget
-from kvfit.fit.stats.digests import Documents
-from kvfit.fit.stats.layout import SPLITS, Group, Layout, Part, StatsDtype
+from kvfit.fit.stats.layout import Layout, Part, StatsDtype
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.record import PART_FIELD, first_difference, read_record
 from kvfit.fit.stats.store import Store
@@ -125,7 +126,7 @@ def capture(
     target: str,
     out: str | Path,
     *,
-    text: TextOptions | None = None,
+    text: TextOptions | Iterable[TextOptions] | None = None,
     options: Options | None = None,
     loading: tuple[models.Options, models.Options] | None = None,
     revisions: tuple[str | None, str | None] = (None, None),
@@ -143,7 +144,7 @@ def capture(
         source: ref of the source model.
         target: ref of the target model.
         out: the store; must not exist unless `resume`.
-        text: where the text comes from.
+        text: where the text comes from; several take turns by their shares.
         options: what is captured.
         loading: how source and target are loaded.
         revisions: of source and target.
@@ -159,7 +160,9 @@ def capture(
         TextError: the text is unreadable or too short.
         StoreError: the store exists, is locked, or has another recipe.
     """
-    options, text = options or Options(), text or TextOptions()
+    options = options or Options()
+    text = text or mix(DEFAULT_MIX, TextOptions())
+    texts = (text,) if isinstance(text, TextOptions) else tuple(text)
     loading = loading or (models.Options(), models.Options())
     check_batch_size(batch_size)
     out, ranks = Path(out), Ranks.from_environment()
@@ -174,7 +177,7 @@ def capture(
     for ref, revision, how in zip((source, target), revisions, loading, strict=True):
         config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
         check_positions(config, ref, options.seq_len, "--seq-len")
-    first = _first_batch(text, options, tokenizers[0], batch_size)
+    first = _first_batch(texts, options, tokenizers[0], batch_size)
     placed = [how if how.device or how.device_map else replace(how, device=ranks.device()) for how in loading]
     pair = [
         models.load(ref, revision, how, tokenizer=tokenizer)
@@ -186,7 +189,7 @@ def capture(
     lags = lexical_lags(options.lexical, pair[1].model)
     options = replace(options, lexical=lags)
     check_budget(Layout(specs[0], specs[1], options.inputs, options.stats_dtype, lags), memory_budget)
-    recipe = make_recipe(specs, text, asdict(options), loading, batch_size, ranks)
+    recipe = make_recipe(specs, texts, asdict(options), loading, batch_size, ranks)
     if ranks.size > 1 and out.exists():
         return _merged_before(out, recipe, options, ranks)
     runners = [Activations(pair[0].model, specs[0], options.kept), Activations(pair[1].model, specs[1], options.kept, lags)]
@@ -204,21 +207,27 @@ def capture(
             memory_budget=memory_budget,
             device=runners[0].device,
         )
-    try:
-        with accumulator:
-            cursor, documents = _run(accumulator, runners, text, options, tokenizers[0], batch_size, ranks, progress)
-            if not accumulator.finished:
-                accumulator.finish({**cursor.to_json(), **documents})
-    except BaseException:
-        if _is_empty(part):  # nothing was committed: what is there would only be in the way
-            shutil.rmtree(part, ignore_errors=True)
-        raise
-    with meeting(ranks):
-        if ranks.size > 1 and ranks.rank == 0:
-            merge(ranks.parts(out), out)
-            for path in ranks.parts(out):
-                shutil.rmtree(path)
-    return Captured(out, cursor.sequences, cursor.short, cursor.repeated, cursor.sequences * len(options.kept))
+    passes = Passes((runners[0], runners[1]), texts, tokenizers[0], options, batch_size, ranks)
+    with Progress(
+        "capture", options.num_sequences, "sequences", initial=State.of(accumulator, len(texts)).sequences,
+        plan=f"{source} and {target} over sequences of {options.seq_len} tokens into {part}", show=progress,
+    ) as shown:  # fmt: skip
+        try:
+            with accumulator:
+                state = passes.run(accumulator, shown)
+                if not accumulator.finished:
+                    accumulator.finish(state.to_json())
+        except BaseException:
+            if _is_empty(part):  # nothing was committed: what is there would only be in the way
+                shutil.rmtree(part, ignore_errors=True)
+            raise
+        with meeting(ranks):
+            if ranks.size > 1 and ranks.rank == 0:
+                merge(ranks.parts(out), out)
+                for path in ranks.parts(out):
+                    shutil.rmtree(path)
+        shown.finish(f"statistics in {out}", then=f"kvfit solve {out} --out BUNDLE")
+    return Captured(out, state.sequences, state.short, state.repeated, state.sequences * len(options.kept))
 
 
 def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: Ranks) -> Captured:
@@ -232,8 +241,8 @@ def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: R
     if ranks.rank == 0:
         for path in ranks.parts(out):
             shutil.rmtree(path, ignore_errors=True)
-    cursor = store.record.cursor or {}
-    short, repeated = (cursor.get(name, 0) for name in ("short", "repeated"))
+    cursors = (store.record.cursor or {}).get("texts", ())
+    short, repeated = (sum(cursor[name] for cursor in cursors) for name in ("short", "repeated"))
     return Captured(out, store.count("all") // len(options.kept), short, repeated, store.count("all"))
 
 
@@ -292,86 +301,16 @@ def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
             raise StoreError(str(error)) from None
 
 
-def _first_batch(text: TextOptions, options: Options, tokenizer: Any, batch_size: int) -> Tensor:
-    """(B, T) ids for the self-check; refuses text that has not one sequence."""
-    first = list(islice(sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack), min(batch_size, 2)))
-    if not first:
-        raise TextError(
-            f"{text.dataset}: found no document of {options.seq_len} tokens, needed some: lower --seq-len, or join documents "
-            f"with --pack"
-        )
-    return torch.tensor([sequence.ids for sequence in first])
-
-
-def _run(
-    accumulator: Accumulator,
-    runners: list[Activations],
-    text: TextOptions,
-    options: Options,
-    tokenizer: Any,
-    batch_size: int,
-    ranks: Ranks,
-    progress: bool,
-) -> tuple[Cursor, dict[str, Any]]:
-    """Where reading ended, and the documents for the store's cursor."""
-    # A batch of both splits is two additions, and the store may commit between them. What is committed then is the cursor
-    # before the batch and the splits of it that are in: the batch is run again and those are left out, so that batches stay
-    # aligned and a resumed run gives the same bits.
-    stored = dict(accumulator.cursor or {**Cursor().to_json(), **Documents().to_json()})
-    added = stored.pop("added", [])
-    if "captured" not in stored:
-        raise StoreError(f"{accumulator.path}: found no record of its documents, needed one: capture into another --out")
-    documents = Documents(stored.pop("captured"), stored.pop("passed"))
-    cursor = Cursor(**stored)
-    stream = sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack, cursor=cursor, seen=documents.all())
-    with tqdm(
-        total=options.num_sequences, initial=cursor.sequences, desc="capture", unit="seq", disable=None if progress else True
-    ) as bar:
-        for batch in _batches(stream, options.num_sequences - cursor.sequences, batch_size):
-            own = ranks.owns(cursor.sequences // batch_size)
-            before = documents.to_json()
-            documents.add((name for sequence in batch for name in sequence.documents), own=own)
-            if not own:
-                cursor = batch[-1].cursor
-                bar.update(len(batch))
-                continue
-            ids = torch.tensor([sequence.ids for sequence in batch])
-            source, target = (runner(ids) for runner in runners)
-            if "lexical" in target:  # made by the target, but an input of the map
-                source["lexical"] = target.pop("lexical")
-            splits = [options.split(cursor.sequences + row) for row in range(len(batch))]
-            following = batch[-1].cursor
-            waiting = [split for split in SPLITS if split in splits and split not in added]
-            while waiting:
-                split = waiting.pop(0)
-                added = [*added, split]
-                rows = [row for row, of in enumerate(splits) if of == split]
-                state = (
-                    {**cursor.to_json(), **before, "added": added}
-                    if waiting
-                    else {**following.to_json(), **documents.to_json()}
-                )
-                accumulator.add(split, _pooled(source, rows), _pooled(target, rows), state)
-            added, cursor = [], following
-            bar.update(len(batch))
-    if cursor.sequences < options.num_sequences:
-        found = (
-            f"{text.dataset}: found {cursor.sequences} sequences of {options.seq_len} tokens ({cursor.short} documents were "
-            f"shorter, {cursor.repeated} repeated), needed {options.num_sequences}: "
-        )
-        fewer = "lower --num-sequences or --seq-len, or pass --pack"
-        if accumulator.cursor is None:
-            raise TextError(f"{found}{fewer}, or give more text")
-        raise TextError(f"{found}add text to it and pass --resume; or {fewer}, with another --out")
-    return cursor, documents.to_json()
-
-
-def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterator[list[Sequence]]:
-    remaining = islice(stream, count)
-    while batch := list(islice(remaining, batch_size)):
-        yield batch
-
-
-def _pooled(features: Mapping[Group, list[Tensor]], rows: list[int]) -> dict[Group, list[Tensor]]:
-    """(B, N, F) per layer to (B' * N, F) of the chosen rows."""
-    return {group: [layer[rows].flatten(0, 1) for layer in layers] for group, layers in features.items()}
+def _first_batch(texts: tuple[TextOptions, ...], options: Options, tokenizer: Any, batch_size: int) -> Tensor:
+    """(B, T) ids for the self-check; refuses a text that has not one sequence."""
+    found: list[list[int]] = []
+    for text in texts:
+        first = islice(sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack), max(1, 2 // len(texts)))
+        rows = [sequence.ids for sequence in first]
+        if not rows:
+            raise TextError(
+                f"{text.dataset}: found no document of {options.seq_len} tokens, needed some: lower --seq-len, or join "
+                "documents with --pack"
+            )
+        found += rows
+    return torch.tensor(found[: min(batch_size, 2)])

@@ -18,7 +18,7 @@ PACKAGES = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
 
 def make_recipe(
     specs: list[ModelSpec],
-    text: TextOptions,
+    texts: tuple[TextOptions, ...],
     options: dict[str, Any],
     loading: tuple[models.Options, models.Options],
     batch_size: int,
@@ -28,6 +28,9 @@ def make_recipe(
 
     The models' specs stand beside the recipe in the store; the fingerprints are repeated so that a difference is named here.
     """
+    described = [{**asdict(text), "dataset": public_name(text.dataset)} for text in texts]
+    for text in described:
+        del text["least_chars"]
     return {
         "models": [
             {
@@ -38,7 +41,7 @@ def make_recipe(
             }
             for spec in specs
         ],
-        "text": {**asdict(text), "dataset": public_name(text.dataset)},
+        "text": described[0] if len(described) == 1 else {"merged": described},
         "options": options,
         "batch_size": batch_size,
         "part": {"rank": ranks.rank, "of": ranks.size},

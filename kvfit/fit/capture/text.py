@@ -1,26 +1,29 @@
-"""Text in, token sequences out, with a cursor that survives a kill.
+"""Documents of a dataset: built-in, generated, local or on the Hub.
 
-One sequence per document, its first `seq_len` tokens; shorter documents are skipped and counted. With `pack`, documents are
-joined and cut into sequences instead. A document that came before is skipped and counted too: it would be fitted on and held
-out at once. Documents are read in order, never through a shuffle buffer, because such a buffer loses and repeats rows when a
-run is resumed.
+They are read in order, never through a shuffle buffer, because such a buffer loses and repeats rows when a run is resumed.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from kvfit.demo import TEXTS, demo_path
-from kvfit.errors import KvfitError, MismatchError, RefError, TextError
-from kvfit.fit.stats import digests
+from kvfit.errors import MismatchError, OptionError, RefError, TextError
+from kvfit.fit.capture.facts import MIN_CHARS, facts
+from kvfit.fit.capture.local_text import BYTE_ORDER_MARK, LocalRows
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu"
 DEFAULT_CONFIG = "sample-10BT"
+# What `kvfit capture` reads where no dataset is named: REF=SHARE of the sequences.
+DEFAULT_MIX = (f"{DEFAULT_DATASET}=1",)
+FACTS = "demo:facts"
+FACTS_COUNT = 10**9  # documents, more than any capture reads
 RETRIES = 5
 
 
@@ -34,6 +37,8 @@ class TextOptions:
         revision: commit, tag or branch, for the Hub.
         split: the dataset's split.
         column: the column that holds the text.
+        share: of all sequences, relative to the shares of other texts that are read beside it.
+        least_chars: characters that a generated document has at least.
     """
 
     dataset: str = DEFAULT_DATASET
@@ -41,45 +46,45 @@ class TextOptions:
     revision: str | None = None
     split: str = "train"
     column: str = "text"
+    share: float = 1.0
+    least_chars: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.share) and self.share > 0):
+            raise OptionError(f"--dataset: found share {self.share} of {self.dataset}, needed a number above 0")
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where reading stands.
+def mix(words: Iterable[str], options: TextOptions) -> tuple[TextOptions, ...]:
+    """The texts that ``REF`` or ``REF=SHARE`` name, with the other options where they apply.
 
-    Attributes:
-        documents: documents read so far; the next is number `documents`.
-        sequences: sequences given so far.
-        short: documents skipped because they were shorter than a sequence.
-        digest: of the last sequence's ids, to see on resuming that the text is still the same.
-        last: number of the document that gave the last sequence, -1 before the first.
-        repeated: documents skipped because one with the same text came before.
+    A configuration, a revision and a split go to the datasets of the Hub, and to every text where there is none of those, so
+    that they are refused there. A file whose name holds the sign is that file.
+
+    Args:
+        words: at least one.
+        options: of all texts; its dataset and share are not used.
+
+    Raises:
+        OptionError: a share is no number above 0, or a text is named twice.
     """
-
-    documents: int = 0
-    sequences: int = 0
-    short: int = 0
-    digest: str = ""
-    last: int = -1
-    repeated: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """`seq_len` token ids.
-
-    Attributes:
-        ids: the ids.
-        cursor: where reading stands after them.
-        documents: digests of the documents that begin in it, see `kvfit.fit.stats.digests`.
-    """
-
-    ids: list[int]
-    cursor: Cursor
-    documents: tuple[str, ...] = ()
+    shares: dict[str, float] = {}
+    for word in words:
+        ref, sign, share = word.rpartition("=")
+        if not sign or Path(word).exists():
+            ref, share = word, "1"
+        try:
+            number = float(share)
+        except ValueError:
+            raise OptionError(f"--dataset: found share {share!r} in {word!r}, needed REF or REF=SHARE with a number") from None
+        if ref in shares:
+            raise OptionError(f"--dataset: found {ref} twice, needed each text once: give it the sum of the shares")
+        shares[ref] = number
+    local = [ref for ref in shares if ref.startswith("demo:") or Path(ref).exists()]
+    plain = TextOptions(column=options.column)
+    return tuple(
+        replace(plain if ref in local and len(local) < len(shares) else options, dataset=ref, share=share)
+        for ref, share in shares.items()
+    )
 
 
 def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
@@ -98,6 +103,8 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
         try:
             row = next(rows)
         except StopIteration:
+            if position == start == 0:
+                raise TextError(f"{options.dataset}: found nothing in it, needed text") from None
             return
         except Exception as error:
             # A dropped connection in the middle of a stream: open it again where it stopped, a bounded number of times.
@@ -129,7 +136,7 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
                 f"--text-column"
             )
         position += 1
-        yield text
+        yield text.removeprefix(BYTE_ORDER_MARK)
 
 
 def _kind(value: Any) -> str:
@@ -141,33 +148,47 @@ def _kind(value: Any) -> str:
 
 
 def _open(options: TextOptions) -> Any:
-    import datasets
-
+    """Rows of a dataset: can be iterated, and have ``skip``."""
+    if options.dataset == FACTS:
+        _check_local(options)
+        return _Facts(options)
     path = demo_path(options.dataset)
     if path is not None and options.dataset not in TEXTS:
-        raise RefError(f"{options.dataset}: found a model, needed a text: {' or '.join(TEXTS)}")
+        raise RefError(f"{options.dataset}: found a model, needed a text: {', '.join([*TEXTS, FACTS])}")
     path = path or Path(options.dataset)
+    if path.exists():
+        _check_local(options)
+        return LocalRows(path, options.column)
+    if options.dataset.startswith((".", "/", "~")) or options.dataset.count("/") != 1:
+        raise RefError(
+            f"{options.dataset}: found no such file or folder, needed a .jsonl, .parquet or .txt file, or a dataset org/name"
+        )
+    import datasets
+
+    config = options.config or (DEFAULT_CONFIG if options.dataset == DEFAULT_DATASET else None)
     try:
-        if path.exists():
-            _check_local(options)
-            kind, files = _files(path)
-            extra = {"sample_by": "document"} if kind == "text" else {}
-            return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **extra)
-        if options.dataset.startswith((".", "/", "~")) or options.dataset.count("/") != 1:
-            raise RefError(
-                f"{options.dataset}: found no such file or folder, needed a .jsonl, .parquet or .txt file, or a "
-                f"dataset org/name"
-            )
-        config = options.config or (DEFAULT_CONFIG if options.dataset == DEFAULT_DATASET else None)
-        return datasets.load_dataset(options.dataset, config, revision=options.revision, split=options.split, streaming=True)
-    except KvfitError:
-        raise
-    except StopIteration as error:  # what datasets raises where no file has a row
-        raise TextError(f"{options.dataset}: found nothing in it, needed text") from error
+        stream = datasets.load_dataset(options.dataset, config, revision=options.revision, split=options.split, streaming=True)
     except (OSError, ValueError) as error:
         raise RefError(
             f"{options.dataset}: found no readable dataset ({_line(error)}), needed one: check its name, or pass a local file"
         ) from error
+    # Other columns may change their type from file to file, which stops the reader although nobody asked for them.
+    return stream.select_columns([options.column]) if options.column in (stream.column_names or ()) else stream
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """The generated text of ``demo:facts``, without an end."""
+
+    options: TextOptions
+    start: int = 0
+
+    def skip(self, count: int) -> _Facts:
+        return _Facts(self.options, count)
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        texts = facts(0, FACTS_COUNT, min_chars=max(MIN_CHARS, self.options.least_chars))
+        return ({self.options.column: text} for text in islice(texts, self.start, None))
 
 
 def _check_local(options: TextOptions) -> None:
@@ -182,115 +203,6 @@ def _check_local(options: TextOptions) -> None:
                 f"{name}: found {value} beside {options.dataset}, which is no dataset of the Hub and has none, needed nothing: "
                 f"leave {name} out"
             )
-
-
-def _files(path: Path) -> tuple[str, list[str]]:
-    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-    found = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in kinds)
-    suffixes = {kinds.get(p.suffix, "") for p in found}
-    if len(suffixes) != 1 or "" in suffixes:
-        raise TextError(
-            f"{path}: found {', '.join(sorted({p.suffix or p.name for p in found})) or 'nothing to read'}, needed files of one "
-            f"kind: {', '.join(kinds)}"
-        )
-    return suffixes.pop(), [str(p) for p in found]
-
-
-def sequences(
-    options: TextOptions,
-    tokenizer: Any,
-    *,
-    seq_len: int,
-    pack: bool = False,
-    cursor: Cursor | None = None,
-    seen: Iterable[str] = (),
-) -> Iterator[Sequence]:
-    """Token sequences from where the cursor stands.
-
-    Each text is tokenized once, with at most one beginning-of-sequence token; both models get these very ids.
-
-    Args:
-        options: where the text comes from.
-        tokenizer: of both models.
-        seq_len: tokens of a sequence.
-        pack: join documents and cut them.
-        cursor: where to begin; None for the start.
-        seen: digests of the documents in the sequences before the cursor. Not needed with `pack`.
-
-    Raises:
-        TextError: on resuming, the document that gave the last sequence no longer gives the same ids.
-    """
-    cursor = cursor or Cursor()
-    if cursor.last >= 0 and not pack:
-        _check_unchanged(options, tokenizer, seq_len, cursor)
-    if pack:
-        yield from _packed(options, tokenizer, seq_len, cursor)
-        return
-    count, short, repeated, known = cursor.sequences, cursor.short, cursor.repeated, set(seen)
-    for number, text in enumerate(documents(options, cursor.documents), start=cursor.documents):
-        name = digests.digest(text)
-        if name in known:
-            repeated += 1
-            continue
-        ids = _ids(tokenizer, text, seq_len)
-        if len(ids) < seq_len:
-            short += 1
-            continue
-        known.add(name)
-        count += 1
-        yield Sequence(ids, Cursor(number + 1, count, short, _digest(ids), number, repeated), (name,))
-
-
-def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> Iterator[Sequence]:
-    """Documents joined by the end-of-text token and cut; on resuming the joined stream is made again from its start."""
-    held: list[int] = []
-    begun: tuple[str, ...] = ()  # in the sequence that is being filled: what is held is always less than one
-    known: set[str] = set()
-    count = repeated = 0
-    for number, text in enumerate(documents(options)):
-        name = digests.digest(text)
-        if name in known:
-            repeated += 1
-            continue
-        known.add(name)
-        begun += (name,)
-        held += _ids(tokenizer, text, None)
-        if tokenizer.eos_token_id is not None:
-            held.append(tokenizer.eos_token_id)
-        while len(held) >= seq_len:
-            ids, held = held[:seq_len], held[seq_len:]
-            count += 1
-            if count == cursor.sequences and _digest(ids) != cursor.digest:
-                raise TextError(_changed(options, number))
-            if count > cursor.sequences:
-                yield Sequence(ids, Cursor(number + 1, count, 0, _digest(ids), number, repeated), begun)
-            begun = ()
-
-
-def _ids(tokenizer: Any, text: str, limit: int | None) -> list[int]:
-    # Characters far beyond the limit are never tokenized: no token of a real vocabulary is longer than this on average.
-    ids: list[int] = tokenizer(text if limit is None else text[: limit * 32], add_special_tokens=True)["input_ids"]
-    bos = tokenizer.bos_token_id
-    while bos is not None and ids[:2] == [bos, bos]:
-        del ids[0]
-    return ids if limit is None else ids[:limit]
-
-
-def _check_unchanged(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> None:
-    text = next(documents(options, cursor.last), None)
-    if text is None or _digest(_ids(tokenizer, text, seq_len)) != cursor.digest:
-        raise TextError(_changed(options, cursor.last))
-
-
-def _changed(options: TextOptions, number: int) -> str:
-    return (
-        f"{options.dataset}: found other text in document {number} than when the capture began, needed the same: pin the "
-        f"dataset with --dataset-revision and capture into a new store"
-    )
-
-
-def _digest(ids: list[int]) -> str:
-    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
 
 
 def _line(error: Exception) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import TextError
-from kvfit.fit.capture.text import TextOptions, documents, sequences
+from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.stats import digests
 
 # A text that holds probes of its own would ask two things at once.

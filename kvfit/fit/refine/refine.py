@@ -22,7 +22,8 @@ from kvfit.bundle.files import require_free
 from kvfit.errors import MismatchError, OptionError, TextError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import check_positions
-from kvfit.fit.capture.text import TextOptions, sequences
+from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.refine.correction import Correction
 from kvfit.fit.refine.examples import Example, examples
 from kvfit.fit.refine.training import Continuation, Schedule, train

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 LENGTH = 8  # characters
@@ -35,26 +36,47 @@ class Documents:
     """The documents that a capture has taken so far, part of its cursor.
 
     Attributes:
-        captured: digests of those that are in this process's statistics, in the order of the text.
-        passed: digests of those in the statistics of other processes, which this one has to know to see a repetition.
+        captured: per text, digests of those that are in this process's statistics, in the order of the text.
+        passed: likewise, of those in the statistics of other processes, which this one has to know to see a repetition.
     """
 
-    captured: str = ""
-    passed: str = ""
+    captured: list[str]
+    passed: list[str]
 
-    def add(self, found: Iterable[str], *, own: bool) -> None:
-        """Take the documents of a sequence."""
-        if own:
-            self.captured += "".join(found)
-        else:
-            self.passed += "".join(found)
+    @classmethod
+    def of(cls, n_texts: int) -> Documents:
+        """None yet."""
+        return cls([""] * n_texts, [""] * n_texts)
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any], n_texts: int) -> Documents:
+        """Take back what `to_json` gave."""
+        parts = []
+        for name in ("captured", "passed"):
+            joined, counts = stored[name], stored.get(f"{name}_by_text", [len(stored[name]) // LENGTH])
+            ends = [LENGTH * end for end in itertools.accumulate([0, *counts])]
+            parts.append([joined[start:end] for start, end in itertools.pairwise(ends)])
+        return cls(*parts) if all(len(part) == n_texts for part in parts) else cls.of(n_texts)
+
+    def copy(self) -> Documents:
+        """The same, to be added to."""
+        return Documents(list(self.captured), list(self.passed))
+
+    def add(self, text: int, found: Iterable[str], *, own: bool) -> None:
+        """Take the documents of a sequence from text number `text`."""
+        (self.captured if own else self.passed)[text] += "".join(found)
 
     def all(self) -> list[str]:
         """All digests."""
-        return parse(self.captured) + parse(self.passed)
+        return parse("".join(self.captured + self.passed))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """One string of all digests, text by text, and how many are each text's."""
+        found: dict[str, Any] = {}
+        for name in ("captured", "passed"):
+            parts = getattr(self, name)
+            found |= {name: "".join(parts), f"{name}_by_text": [len(part) // LENGTH for part in parts]}
+        return found
 
 
 def of_cursor(cursor: Any) -> list[str] | None:

@@ -201,7 +201,7 @@ def _merged_cursor(records: Sequence[Record]) -> dict[str, Any] | None:
         return None
     merged = {key: value for key, value in cursors[0].items() if all(cursor.get(key) == value for cursor in cursors)}
     documents = [digests.of_cursor(cursor) for cursor in cursors]
-    for name in ("captured", "passed"):
+    for name in ("captured", "captured_by_text", "passed", "passed_by_text"):
         merged.pop(name, None)
     if None not in documents:
         merged["captured"] = "".join(sorted(name for found in documents for name in found or ()))

@@ -21,7 +21,8 @@ from kvfit.errors import MismatchError, OptionError, StoreError, TextError, Unsu
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import Activations
 from kvfit.fit.capture.capture import Options, capture, lexical_lags
-from kvfit.fit.capture.text import TextOptions, documents, sequences
+from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.text import TextOptions, documents, mix
 from kvfit.fit.solve.solve import Options as SolveOptions
 from kvfit.fit.solve.solve import solve
 from kvfit.fit.stats.digests import digest, of_recipe, parse
@@ -117,6 +118,28 @@ def test_lexical_inputs_equal_a_float64_oracle(store: Path, tiny_pair: tuple[Pat
     assert float((lagged[0] - lagged[1]).norm() / lagged[0].norm()) > 0.1  # so that the lags can be told apart
 
 
+def test_a_mix_of_texts_is_recorded_text_by_text(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """The store says which documents are whose, and the generated text is one of them."""
+    texts = mix(["demo:text=3", "demo:facts=1"], TextOptions())
+    options = replace(SMALL, num_sequences=16, lexical=())
+    arguments = {"text": texts, "loading": FLOAT32, "batch_size": 3, "progress": False}
+    refs = [str(folder) for folder in tiny_pair]
+    whole = capture(*refs, tmp_path / "whole.zarr", options=options, **arguments)
+    assert whole.sequences == 16
+    store = Store.open(whole.store)
+    cursor = store.record.cursor
+    assert [text["sequences"] for text in cursor["texts"]] == [12, 4]
+    assert cursor["captured_by_text"] == [12, 4]
+    wanted = [digest(text) for text in islice(documents(texts[0]), cursor["texts"][0]["documents"])]
+    generated = replace(texts[1], least_chars=8 * options.seq_len)
+    wanted += [digest(text) for text in islice(documents(generated), 4)]
+    captured = parse(cursor["captured"])
+    assert captured[12:] == wanted[-4:]
+    assert set(captured) <= set(wanted)
+    names = [(text["dataset"], text["share"]) for text in store.recipe["text"]["merged"]]
+    assert names == [("demo:text", 3.0), ("demo:facts", 1.0)]
+
+
 def test_lexical_inputs_only_where_the_first_layer_allows_them(tiny_pair: tuple[Path, Path], load: Loader) -> None:
     target = load(tiny_pair[1]).model
     assert lexical_lags("auto", target) == (0, 1, 2)
@@ -180,13 +203,14 @@ def test_batch_size_does_not_matter(store: Path, tiny_pair: tuple[Path, Path], t
         assert float((a - b).norm() / a.norm()) < 2e-6
 
 
+@pytest.mark.parametrize("words", [["demo:text"], ["demo:text=3", "demo:facts=1"]])
 def test_an_interrupted_capture_ends_with_the_same_bits(
-    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     """Stopped at every forward pass in turn, resumed each time; commits fall inside batches of both splits too."""
     options = Options(num_sequences=16, seq_len=48, token_stride=1, holdout=0.4)
     arguments = {
-        "text": TEXT,
+        "text": mix(words, TextOptions()),
         "options": options,
         "loading": FLOAT32,
         "batch_size": 3,

@@ -22,7 +22,8 @@ from kvfit import handoff, load_mapper
 from kvfit.fit.capture import models
 from kvfit.fit.capture.capture import Options as CaptureOptions
 from kvfit.fit.capture.capture import capture
-from kvfit.fit.capture.text import TextOptions, sequences
+from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.solve.solve import Options, solve
 from kvfit.fit.solve.system import source_head
 from kvfit.model import cache as caches

@@ -1,14 +1,19 @@
 """Text: order, cursors, and files of every kind."""
 
+import gzip
+import io
 import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from kvfit.errors import MismatchError, RefError, TextError
-from kvfit.fit.capture.text import Cursor, TextOptions, documents, sequences
+from kvfit.errors import MismatchError, OptionError, RefError, TextError
+from kvfit.fit.capture.sequences import Cursor, due, interleaved, sequences
+from kvfit.fit.capture.text import TextOptions, documents, mix
 from kvfit.fit.stats import digests
 
 DOCUMENTS = [f"document {number} " + "word " * (number % 7) for number in range(40)]
@@ -44,9 +49,6 @@ def test_documents_come_in_order_from_any_start(jsonl: Path) -> None:
 
 
 def test_parquet_txt_and_folders_are_read(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
     pyarrow.parquet.write_table(pyarrow.table({"body": DOCUMENTS}), tmp_path / "documents.parquet")
     assert list(documents(TextOptions(str(tmp_path / "documents.parquet"), column="body"))) == DOCUMENTS
     folder = tmp_path / "texts"
@@ -159,6 +161,140 @@ def test_what_is_not_there_is_named(name: str, error: type[Exception], message: 
 def test_a_missing_column_is_named_with_those_found(jsonl: Path) -> None:
     with pytest.raises(TextError, match=r"found columns text in document 0, needed text in 'body'"):
         next(documents(replace(TextOptions(str(jsonl)), column="body")))
+
+
+PLAIN = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS[:5]).encode()
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "a?.jsonl", "a*.jsonl", "{a,b}.jsonl", "a b=0.5.jsonl", "A.JSONL"])
+def test_a_file_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    """Beside it lies what such a pattern would match."""
+    for other in ("a1.jsonl", "ab.jsonl", "a.jsonl", "b.jsonl"):
+        (tmp_path / other).write_bytes(b'{"text": "another"}\n')
+    (tmp_path / name).write_bytes(PLAIN)
+    assert list(documents(TextOptions(str(tmp_path / name)))) == DOCUMENTS[:5]
+    (text,) = mix([str(tmp_path / name)], TextOptions())
+    assert (text.dataset, text.share) == (str(tmp_path / name), 1.0)
+
+
+@pytest.mark.parametrize("codec", [None, "gzip", "zstd", "bz2"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".txt", ".parquet"])
+def test_compression_and_a_byte_order_mark_make_no_other_document(tmp_path: Path, suffix: str, codec: str | None) -> None:
+    text = "Grüße, one line\nand another"
+    if suffix == ".parquet":
+        written = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["\ufeff" + text]}), written)
+        contents = [written.getvalue()]
+    else:
+        plain = (text if suffix == ".txt" else json.dumps({"text": text}, ensure_ascii=False)).encode()
+        contents = [plain, b"\xef\xbb\xbf" + plain]
+        contents += [f"[{plain.decode()}]".encode(), b"\xef\xbb\xbf [" + plain + b"]"] if suffix == ".json" else []
+    ending = {None: "", "gzip": ".gz", "zstd": ".zst", "bz2": ".bz2"}[codec]
+    for number, content in enumerate(contents):
+        path = tmp_path / f"{number}{suffix}{ending}"
+        with pyarrow.output_stream(str(path), compression=codec) as stream:
+            stream.write(content)
+        assert list(documents(TextOptions(str(path)))) == [text]
+
+
+def test_everything_in_a_folder_is_read_or_refused_by_name(tmp_path: Path) -> None:
+    """The three places where documents hide from a pattern, and files of the system that hold none."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "b.JSONL").write_bytes(b'{"text": "b"}\n')
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    (tmp_path / "deep" / "er" / "c.jsonl").write_bytes(b'{"text": "c"}\n')
+    for name in ("._a.jsonl", ".DS_Store", "dataset_info.json", "README.md"):
+        (tmp_path / name).write_bytes(b"\x00\x05 not text")
+    assert list(documents(TextOptions(str(tmp_path)))) == ["a", "b", "c"]
+    (tmp_path / "deep" / "d.csv").write_bytes(b"text\nd\n")
+    with pytest.raises(TextError, match=r"found \.csv \(first d\.csv\), needed files of one kind"):
+        next(documents(TextOptions(str(tmp_path))))
+
+
+def test_only_the_text_column_is_read(tmp_path: Path) -> None:
+    """Another column changes its type, comes late, and is a map; the first file has no row."""
+    for number, extra in enumerate((pyarrow.array([], pyarrow.string()), [3], [{"a": 1}])):
+        table = pyarrow.table({"text": [f"t{number}"] * len(extra), "extra": extra})
+        pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")
+    assert list(documents(TextOptions(str(tmp_path)))) == ["t1", "t2"]
+    lines = [{"text": "a"}, {"text": "b", "extra": 1}, {"text": "c", "extra": {"x": [1]}}, {"text": "d", "extra": "s"}]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(documents(TextOptions(str(tmp_path / "lines.jsonl")))) == ["a", "b", "c", "d"]
+    with pytest.raises(TextError, match=r"found columns text, extra in document 0, needed text in 'body'"):
+        next(documents(TextOptions(str(tmp_path / "1.parquet"), column="body")))
+
+
+def test_generated_text_is_a_dataset_with_documents_of_any_length() -> None:
+    first = list(islice(documents(TextOptions("demo:facts")), 3))
+    assert list(islice(documents(TextOptions("demo:facts"), 1), 2)) == first[1:]
+    assert len(set(map(digests.digest, first))) == 3
+    found = list(islice(sequences(TextOptions("demo:facts"), Words(), seq_len=2000), 2))
+    assert [len(sequence.ids) for sequence in found] == [2000, 2000]
+    assert found[-1].cursor.short == 0
+    resumed = sequences(TextOptions("demo:facts"), Words(), seq_len=2000, cursor=found[0].cursor)
+    assert next(resumed) == found[1]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[TextOptions, ...]:
+    """Three texts of different documents, and one document that is in two of them."""
+    for name, letter in (("a", "x"), ("b", "y"), ("c", "z")):
+        texts = [f"{letter}{number} one two three four" for number in range(60)] + ["shared one two three four"]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::-1]))
+    return mix([f"{tmp_path}/a.jsonl=0.5", f"{tmp_path}/b.jsonl=0.3", f"{tmp_path}/c.jsonl=0.2"], TextOptions())
+
+
+def test_texts_take_turns_by_their_shares(three: tuple[TextOptions, ...]) -> None:
+    found = [sequence.text for sequence in islice(interleaved(three, Words(), seq_len=6), 100)]
+    for length in range(1, 101):
+        for number, share in enumerate((0.5, 0.3, 0.2)):
+            assert abs(found[:length].count(number) - share * length) < 1
+    assert [found.count(number) for number in range(3)] == [50, 30, 20]
+
+
+def test_a_document_in_two_texts_is_taken_once(three: tuple[TextOptions, ...]) -> None:
+    whole = list(islice(interleaved(three, Words(), seq_len=6), 100))
+    names = [name for sequence in whole for name in sequence.documents]
+    assert len(set(names)) == len(names) == 100
+    assert [max(s.cursor.repeated for s in whole if s.text == number) for number in range(3)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_mix_continues_exactly(three: tuple[TextOptions, ...], pack: bool) -> None:
+    whole = list(islice(interleaved(three, Words(), seq_len=6, pack=pack), 60))
+    cursors = [Cursor()] * 3
+    seen: list[str] = []
+    for stop, sequence in enumerate(whole, start=1):
+        cursors[sequence.text] = sequence.cursor
+        seen += sequence.documents
+        if stop in (1, 2, 3, 17, 40):
+            resumed = interleaved(three, Words(), seq_len=6, pack=pack, cursors=cursors, seen=seen)
+            assert list(islice(resumed, 60 - stop)) == whole[stop:]
+
+
+def test_a_mix_ends_with_the_text_that_is_due(three: tuple[TextOptions, ...]) -> None:
+    # 61 documents of the first, of which every second sequence is: two of the others' are repeated by then.
+    found = [sequence.text for sequence in interleaved(three, Words(), seq_len=6)]
+    assert found.count(0) == 61
+    assert due((0.5, 0.3, 0.2), [found.count(number) for number in range(3)]) == 0
+
+
+@pytest.mark.parametrize(
+    "word", ["demo:text=", "demo:text=half", "demo:text=0", "demo:text=-1", "demo:text=nan", "demo:text=inf"]
+)
+def test_a_share_that_cannot_be_is_refused(word: str) -> None:
+    with pytest.raises(OptionError, match=r"--dataset: found share"):
+        mix([word], TextOptions())
+
+
+def test_options_of_the_hub_go_to_its_datasets() -> None:
+    given = TextOptions(config="small", revision="main", split="test", column="body")
+    hub, local = mix(["org/name=3", "demo:text"], given)
+    assert (hub.config, hub.revision, hub.split, hub.column, hub.share) == ("small", "main", "test", "body", 3.0)
+    assert local == TextOptions("demo:text", column="body")
+    assert mix(["demo:text"], given)[0].config == "small"  # which reading it refuses
+    with pytest.raises(OptionError, match="found demo:text twice"):
+        mix(["demo:text", "demo:text=2"], given)
 
 
 def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:

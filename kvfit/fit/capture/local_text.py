@@ -1,0 +1,135 @@
+"""Documents from local files: `.jsonl`, `.json`, `.parquet` and `.txt`, plain or compressed (`.gz`, `.zst`, ...).
+
+The files are read here and not through `datasets`, which takes a name with brackets for a pattern, guesses a type for every
+column of a file although one is wanted, and passes over files of a folder without a word.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvfit.errors import TextError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
+# Files that come with a dataset and hold no documents. Hidden files are left out too.
+NO_TEXT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "readme.md", "license", "thumbs.db")
+BYTE_ORDER_MARK = "\ufeff"
+
+Row = dict[str, Any]
+
+
+class LocalRows:
+    """The rows of a file or of all files of a folder, in the order of their names; can be iterated any number of times."""
+
+    def __init__(self, path: Path, column: str, start: int = 0) -> None:
+        """Find the files.
+
+        Args:
+            path: a file, or a folder of files of one format, at any depth.
+            column: that holds the text; the only one that is read where the format allows it.
+            start: rows to pass over.
+
+        Raises:
+            TextError: a file whose format is unknown, files of several formats, or none.
+        """
+        self._path, self._column, self._start = path, column, start
+        self._files = _files(path)
+        formats = {name.__name__.removeprefix("_"): name for name in map(_reader, self._files) if name is not None}
+        unknown = [file for file in self._files if _reader(file) is None]
+        if unknown or len(formats) != 1:
+            found = ", ".join(sorted({"".join(file.suffixes) or file.name for file in (unknown or self._files)}))
+            where = f" (first {unknown[0].name})" if unknown and path.is_dir() else ""
+            raise TextError(
+                f"{path}: found {found or 'nothing to read'}{where}, needed files of one kind: {', '.join(_READERS)}, "
+                f"also compressed ({', '.join(COMPRESSIONS)})"
+            )
+
+    def skip(self, count: int) -> LocalRows:
+        """The rows from number `count` on."""
+        return LocalRows(self._path, self._column, count)
+
+    def __iter__(self) -> Iterator[Row]:
+        number = 0
+        for file in self._files:
+            reader = _reader(file)
+            assert reader is not None
+            for row in reader(file, self._column):
+                if number >= self._start:
+                    yield row
+                number += 1
+
+
+def _files(path: Path) -> list[Path]:
+    """All files that may hold documents: `path` itself, or those below it."""
+    if path.is_file():
+        return [path]
+    found = []
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        kept = (name for name in names if not name.startswith(".") and name.lower() not in NO_TEXT)
+        found += [Path(folder, name) for name in kept]
+        if len(Path(folder).relative_to(path).parts) > 32:
+            raise TextError(f"{path}: found folders more than 32 deep, needed fewer: a link may point to a folder above itself")
+    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+
+
+def _reader(file: Path) -> Callable[[Path, str], Iterator[Row]] | None:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    return _READERS.get(suffixes[-1]) if suffixes else None
+
+
+def _stream(file: Path) -> io.BufferedReader:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(file), compression=COMPRESSIONS.get(file.suffix.lower())))
+
+
+def _json(file: Path, column: str) -> Iterator[Row]:
+    """One JSON object a line; in a file that begins with a bracket, one list of objects."""
+    del column  # a JSON value can't be read in part
+    with _stream(file) as stream:
+        start = stream.peek(1).lstrip(BYTE_ORDER_MARK.encode())
+        if start.lstrip()[:1] == b"[":
+            yield from map(_row, json.loads(stream.read().decode("utf-8-sig")))
+            return
+        for number, line in enumerate(stream):
+            text = line.decode("utf-8-sig" if number == 0 else "utf-8")
+            if text.strip():
+                yield _row(json.loads(text))
+
+
+def _row(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"a line holds {type(value).__name__}, not an object")
+    return value
+
+
+def _parquet(file: Path, column: str) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    with _stream(file) as stream:
+        # Parquet is read from its end; a compressed file around it has to be unpacked first.
+        table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()) if file.suffix.lower() in COMPRESSIONS else str(file))
+    names = table.schema_arrow.names
+    if column not in names:
+        yield from [dict.fromkeys(names)] * min(table.metadata.num_rows, 1)
+        return
+    for batch in table.iter_batches(columns=[column]):
+        for text in batch.column(0).to_pylist():
+            yield {column: text}
+
+
+def _text(file: Path, column: str) -> Iterator[Row]:
+    """The whole file is one document."""
+    with _stream(file) as stream:
+        yield {column: stream.read().decode("utf-8-sig")}
+
+
+_READERS = {".jsonl": _json, ".json": _json, ".parquet": _parquet, ".txt": _text}

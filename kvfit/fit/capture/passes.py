@@ -1,0 +1,176 @@
+"""The loop of a capture: batches of sequences through both models and into the statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import StoreError, TextError
+from kvfit.fit.capture.activations import Activations
+from kvfit.fit.capture.ranks import Ranks
+from kvfit.fit.capture.sequences import Cursor, Sequence, due, interleaved
+from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.progress import Progress
+from kvfit.fit.stats.accumulate import Accumulator
+from kvfit.fit.stats.digests import Documents
+from kvfit.fit.stats.layout import SPLITS, Group, Part
+
+
+class Plan(Protocol):
+    """What is captured; `kvfit.fit.capture.capture.Options` is one."""
+
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def pack(self) -> bool: ...
+    def split(self, index: int) -> Part:
+        """The split of sequence number `index`."""
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a capture has come; the store's cursor.
+
+    Attributes:
+        cursors: where reading stands, per text.
+        documents: that were taken.
+        added: splits of the next batch that are in the statistics already. A batch of both splits is two additions, and the
+            store may commit between them. Then the cursor before the batch is committed with the first split; on resuming the
+            batch is run again and that split is left out, so that batches stay aligned and the bits stay the same.
+    """
+
+    cursors: tuple[Cursor, ...]
+    documents: Documents
+    added: tuple[Part, ...] = ()
+
+    @classmethod
+    def of(cls, accumulator: Accumulator, n_texts: int) -> State:
+        """The state that a store was committed with.
+
+        Raises:
+            StoreError: it was written by something else than a capture.
+        """
+        stored = accumulator.cursor
+        if stored is None:
+            return cls((Cursor(),) * n_texts, Documents.of(n_texts))
+        if not isinstance(stored, Mapping) or len(stored.get("texts", ())) != n_texts or "captured" not in stored:
+            raise StoreError(f"{accumulator.path}: found no record of its documents, needed one: capture into another --out")
+        cursors = tuple(Cursor(**cursor) for cursor in stored["texts"])
+        return cls(cursors, Documents.from_json(stored, n_texts), tuple(stored.get("added", ())))
+
+    @property
+    def sequences(self) -> int:
+        """Sequences read so far, of all texts together."""
+        return sum(cursor.sequences for cursor in self.cursors)
+
+    @property
+    def short(self) -> int:
+        """Documents that were shorter than a sequence."""
+        return sum(cursor.short for cursor in self.cursors)
+
+    @property
+    def repeated(self) -> int:
+        """Documents that came before."""
+        return sum(cursor.repeated for cursor in self.cursors)
+
+    def after(self, batch: list[Sequence], *, own: bool) -> State:
+        """The state once a batch is in the statistics of this process, or of another."""
+        cursors, documents = list(self.cursors), self.documents.copy()
+        for sequence in batch:
+            cursors[sequence.text] = sequence.cursor
+            documents.add(sequence.text, sequence.documents, own=own)
+        return State(tuple(cursors), documents)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the store's cursor."""
+        added = {"added": list(self.added)} if self.added else {}
+        return {"texts": [cursor.to_json() for cursor in self.cursors], **self.documents.to_json(), **added}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the loop needs besides the store.
+
+    Attributes:
+        runners: source and target.
+        texts: where the text comes from.
+        tokenizer: of both models.
+        plan: what is captured.
+        batch_size: sequences per forward pass.
+        ranks: this process among all.
+    """
+
+    runners: tuple[Activations, Activations]
+    texts: tuple[TextOptions, ...]
+    tokenizer: Any
+    plan: Plan
+    batch_size: int
+    ranks: Ranks
+
+    def run(self, accumulator: Accumulator, progress: Progress) -> State:
+        """Add all sequences that are not in the store yet.
+
+        Raises:
+            TextError: a text ends before it has given its share.
+        """
+        plan, state = self.plan, State.of(accumulator, len(self.texts))
+        stream = interleaved(
+            self.texts, self.tokenizer, seq_len=plan.seq_len, pack=plan.pack, cursors=state.cursors, seen=state.documents.all()
+        )
+        for batch in _batches(stream, plan.num_sequences - state.sequences, self.batch_size):
+            own = self.ranks.owns(state.sequences // self.batch_size)
+            following = state.after(batch, own=own)
+            if own:
+                self._add(accumulator, batch, state, following)
+            state = following
+            progress.advance(len(batch))
+        if state.sequences < plan.num_sequences:
+            self._refuse(state, resumable=accumulator.cursor is not None)
+        return state
+
+    def _add(self, accumulator: Accumulator, batch: list[Sequence], state: State, following: State) -> None:
+        ids = torch.tensor([sequence.ids for sequence in batch])
+        source, target = (runner(ids) for runner in self.runners)
+        if "lexical" in target:  # made by the target, but an input of the map
+            source["lexical"] = target.pop("lexical")
+        splits = [self.plan.split(state.sequences + row) for row in range(len(batch))]
+        added = list(state.added)
+        waiting = [split for split in SPLITS if split in splits and split not in added]
+        while waiting:
+            split = waiting.pop(0)
+            added.append(split)
+            rows = [row for row, found in enumerate(splits) if found == split]
+            reached = State(state.cursors, state.documents, tuple(added)) if waiting else following
+            accumulator.add(split, _pooled(source, rows), _pooled(target, rows), reached.to_json())
+
+    def _refuse(self, state: State, *, resumable: bool) -> None:
+        number = due((text.share for text in self.texts), (cursor.sequences for cursor in state.cursors))
+        text, cursor = self.texts[number], state.cursors[number]
+        several = f" of all {self.plan.num_sequences}" if len(self.texts) > 1 else ""
+        needed = self.plan.num_sequences * text.share / sum(one.share for one in self.texts)
+        found = (
+            f"{text.dataset}: found {cursor.sequences} sequences of {self.plan.seq_len} tokens ({cursor.short} documents were "
+            f"shorter, {cursor.repeated} repeated), needed {needed:.0f}{several}: "
+        )
+        fewer = "lower --num-sequences or --seq-len, or pass --pack"
+        if not resumable:
+            raise TextError(f"{found}{fewer}, or give more text")
+        raise TextError(f"{found}add text to it and pass --resume; or {fewer}, with another --out")
+
+
+def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterator[list[Sequence]]:
+    remaining = islice(stream, count)
+    while batch := list(islice(remaining, batch_size)):
+        yield batch
+
+
+def _pooled(features: Mapping[Group, list[Tensor]], rows: list[int]) -> dict[Group, list[Tensor]]:
+    """(B, N, F) per layer to (B' * N, F) of the chosen rows."""
+    return {group: [layer[rows].flatten(0, 1) for layer in layers] for group, layers in features.items()}

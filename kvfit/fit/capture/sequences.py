@@ -1,0 +1,203 @@
+"""Token sequences from text, with a cursor that survives a kill.
+
+One sequence per document, its first `seq_len` tokens; shorter documents are skipped and counted. With `pack`, documents are
+joined and cut into sequences instead. A document that came before is skipped and counted too: it would be fitted on and held
+out at once. Several texts take turns by their shares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvfit.errors import TextError
+from kvfit.fit.capture.text import TextOptions, documents
+from kvfit.fit.stats import digests
+
+CHARS_PER_TOKEN = 8  # of generated text, more than any vocabulary that is used takes
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where reading stands.
+
+    Attributes:
+        documents: documents read so far; the next is number `documents`.
+        sequences: sequences given so far.
+        short: documents skipped because they were shorter than a sequence.
+        digest: of the last sequence's ids, to see on resuming that the text is still the same.
+        last: number of the document that gave the last sequence, -1 before the first.
+        repeated: documents skipped because one with the same text came before.
+    """
+
+    documents: int = 0
+    sequences: int = 0
+    short: int = 0
+    digest: str = ""
+    last: int = -1
+    repeated: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """`seq_len` token ids.
+
+    Attributes:
+        ids: the ids.
+        cursor: where reading stands after them.
+        documents: digests of the documents that begin in it, see `kvfit.fit.stats.digests`.
+        text: number of the text that it is from, where several are read.
+    """
+
+    ids: list[int]
+    cursor: Cursor
+    documents: tuple[str, ...] = ()
+    text: int = 0
+
+
+def due(shares: Iterable[float], counts: Iterable[int]) -> int:
+    """Which of several texts gives the next sequence: the one that lags most behind its share."""
+    shares, counts = list(shares), list(counts)
+    following = sum(counts) + 1
+    behind = [share / sum(shares) * following - count for share, count in zip(shares, counts, strict=True)]
+    return behind.index(max(behind))
+
+
+def interleaved(
+    texts: Iterable[TextOptions],
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    pack: bool = False,
+    cursors: Iterable[Cursor] = (),
+    seen: Iterable[str] = (),
+) -> Iterator[Sequence]:
+    """Sequences of several texts by their shares; which comes next depends on how many each has given, and nothing else.
+
+    A document that is in two of the texts is taken once, but with `pack`, where each text is on its own. Ends when the text
+    that is due has no more.
+
+    Args:
+        texts: where the text comes from.
+        tokenizer, seq_len, pack, seen: as for `sequences`.
+        cursors: one per text; none for the start.
+    """
+    texts = list(texts)
+    cursors = list(cursors) or [Cursor()] * len(texts)
+    known = set(seen)
+    streams = [
+        sequences(text, tokenizer, seq_len=seq_len, pack=pack, cursor=cursor, seen=known)
+        for text, cursor in zip(texts, cursors, strict=True)
+    ]
+    counts = [cursor.sequences for cursor in cursors]
+    while True:
+        number = due((text.share for text in texts), counts)
+        sequence = next(streams[number], None)
+        if sequence is None:
+            return
+        counts[number] += 1
+        yield replace(sequence, text=number)
+
+
+def sequences(
+    options: TextOptions,
+    tokenizer: Any,
+    *,
+    seq_len: int,
+    pack: bool = False,
+    cursor: Cursor | None = None,
+    seen: Iterable[str] = (),
+) -> Iterator[Sequence]:
+    """Token sequences from where the cursor stands.
+
+    Each text is tokenized once, with at most one beginning-of-sequence token; both models get these very ids.
+
+    Args:
+        options: where the text comes from.
+        tokenizer: of both models.
+        seq_len: tokens of a sequence.
+        pack: join documents and cut them.
+        cursor: where to begin; None for the start.
+        seen: digests of the documents in the sequences before the cursor; a set gets those that follow. Not needed with `pack`.
+
+    Raises:
+        TextError: on resuming, the document that gave the last sequence no longer gives the same ids.
+    """
+    cursor = cursor or Cursor()
+    options = replace(options, least_chars=CHARS_PER_TOKEN * seq_len)
+    if cursor.last >= 0 and not pack:
+        _check_unchanged(options, tokenizer, seq_len, cursor)
+    if pack:
+        yield from _packed(options, tokenizer, seq_len, cursor)
+        return
+    count, short, repeated = cursor.sequences, cursor.short, cursor.repeated
+    known = seen if isinstance(seen, set) else set(seen)
+    for number, text in enumerate(documents(options, cursor.documents), start=cursor.documents):
+        name = digests.digest(text)
+        if name in known:
+            repeated += 1
+            continue
+        ids = _ids(tokenizer, text, seq_len)
+        if len(ids) < seq_len:
+            short += 1
+            continue
+        known.add(name)
+        count += 1
+        yield Sequence(ids, Cursor(number + 1, count, short, _digest(ids), number, repeated), (name,))
+
+
+def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> Iterator[Sequence]:
+    """Documents joined by the end-of-text token and cut; on resuming the joined stream is made again from its start."""
+    held: list[int] = []
+    begun: tuple[str, ...] = ()  # in the sequence that is being filled: what is held is always less than one
+    known: set[str] = set()
+    count = repeated = 0
+    for number, text in enumerate(documents(options)):
+        name = digests.digest(text)
+        if name in known:
+            repeated += 1
+            continue
+        known.add(name)
+        begun += (name,)
+        held += _ids(tokenizer, text, None)
+        if tokenizer.eos_token_id is not None:
+            held.append(tokenizer.eos_token_id)
+        while len(held) >= seq_len:
+            ids, held = held[:seq_len], held[seq_len:]
+            count += 1
+            if count == cursor.sequences and _digest(ids) != cursor.digest:
+                raise TextError(_changed(options, number))
+            if count > cursor.sequences:
+                yield Sequence(ids, Cursor(number + 1, count, 0, _digest(ids), number, repeated), begun)
+            begun = ()
+
+
+def _ids(tokenizer: Any, text: str, limit: int | None) -> list[int]:
+    # Characters far beyond the limit are never tokenized: no token of a real vocabulary is longer than this on average.
+    ids: list[int] = tokenizer(text if limit is None else text[: limit * 32], add_special_tokens=True)["input_ids"]
+    bos = tokenizer.bos_token_id
+    while bos is not None and ids[:2] == [bos, bos]:
+        del ids[0]
+    return ids if limit is None else ids[:limit]
+
+
+def _check_unchanged(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> None:
+    text = next(documents(options, cursor.last), None)
+    if text is None or _digest(_ids(tokenizer, text, seq_len)) != cursor.digest:
+        raise TextError(_changed(options, cursor.last))
+
+
+def _changed(options: TextOptions, number: int) -> str:
+    return (
+        f"{options.dataset}: found other text in document {number} than when the capture began, needed the same: pin the "
+        f"dataset with --dataset-revision and capture into a new store"
+    )
+
+
+def _digest(ids: list[int]) -> str:
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:32]
