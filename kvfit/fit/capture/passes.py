@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfit.errors import StoreError, TextError
 from kvfit.fit.capture.activations import Activations
+from kvfit.fit.capture.options import Options
 from kvfit.fit.capture.ranks import Ranks
 from kvfit.fit.capture.sequences import Cursor, Sequence, due, interleaved
 from kvfit.fit.capture.text import TextOptions
@@ -19,19 +20,6 @@ from kvfit.fit.progress import Progress
 from kvfit.fit.stats.accumulate import Accumulator
 from kvfit.fit.stats.digests import Documents
 from kvfit.fit.stats.layout import SPLITS, Group, Part
-
-
-class Plan(Protocol):
-    """What is captured; `kvfit.fit.capture.capture.Options` is one."""
-
-    @property
-    def num_sequences(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def pack(self) -> bool: ...
-    def split(self, index: int) -> Part:
-        """The split of sequence number `index`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +90,7 @@ class Passes:
         runners: source and target.
         texts: where the text comes from.
         tokenizer: of both models.
-        plan: what is captured.
+        options: what is captured.
         batch_size: sequences per forward pass.
         ranks: this process among all.
     """
@@ -110,7 +98,7 @@ class Passes:
     runners: tuple[Activations, Activations]
     texts: tuple[TextOptions, ...]
     tokenizer: Any
-    plan: Plan
+    options: Options
     batch_size: int
     ranks: Ranks
 
@@ -120,18 +108,23 @@ class Passes:
         Raises:
             TextError: a text ends before it has given its share.
         """
-        plan, state = self.plan, State.of(accumulator, len(self.texts))
+        options, state = self.options, State.of(accumulator, len(self.texts))
         stream = interleaved(
-            self.texts, self.tokenizer, seq_len=plan.seq_len, pack=plan.pack, cursors=state.cursors, seen=state.documents.all()
+            self.texts,
+            self.tokenizer,
+            seq_len=options.seq_len,
+            pack=options.pack,
+            cursors=state.cursors,
+            seen=state.documents.all(),
         )
-        for batch in _batches(stream, plan.num_sequences - state.sequences, self.batch_size):
+        for batch in _batches(stream, options.num_sequences - state.sequences, self.batch_size):
             own = self.ranks.owns(state.sequences // self.batch_size)
             following = state.after(batch, own=own)
             if own:
                 self._add(accumulator, batch, state, following)
             state = following
             progress.advance(len(batch))
-        if state.sequences < plan.num_sequences:
+        if state.sequences < options.num_sequences:
             self._refuse(state, resumable=accumulator.cursor is not None)
         return state
 
@@ -140,7 +133,7 @@ class Passes:
         source, target = (runner(ids) for runner in self.runners)
         if "lexical" in target:  # made by the target, but an input of the map
             source["lexical"] = target.pop("lexical")
-        splits = [self.plan.split(state.sequences + row) for row in range(len(batch))]
+        splits = [self.options.split(state.sequences + row) for row in range(len(batch))]
         added = list(state.added)
         waiting = [split for split in SPLITS if split in splits and split not in added]
         while waiting:
@@ -153,11 +146,11 @@ class Passes:
     def _refuse(self, state: State, *, resumable: bool) -> None:
         number = due((text.share for text in self.texts), (cursor.sequences for cursor in state.cursors))
         text, cursor = self.texts[number], state.cursors[number]
-        several = f" of all {self.plan.num_sequences}" if len(self.texts) > 1 else ""
-        needed = self.plan.num_sequences * text.share / sum(one.share for one in self.texts)
+        several = f" of all {self.options.num_sequences}" if len(self.texts) > 1 else ""
+        needed = self.options.num_sequences * text.share / sum(one.share for one in self.texts)
         found = (
-            f"{text.dataset}: found {cursor.sequences} sequences of {self.plan.seq_len} tokens ({cursor.short} documents were "
-            f"shorter, {cursor.repeated} repeated), needed {needed:.0f}{several}: "
+            f"{text.dataset}: found {cursor.sequences} sequences of {self.options.seq_len} tokens ({cursor.short} documents "
+            f"were shorter, {cursor.repeated} repeated), needed {needed:.0f}{several}: "
         )
         fewer = "lower --num-sequences or --seq-len, or pass --pack"
         if not resumable:
