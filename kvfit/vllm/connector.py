@@ -72,7 +72,7 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_configuration(vllm_config, kv_cache_config, options)
         # A miss is never an error here: blocks that could not be loaded are computed by the engine.
         transfer.kv_load_failure_policy = "recompute"
-        self._store = open_store(options.store, options.max_store_bytes, transfer.kv_connector_extra_config)
+        self._store = open_store(options.store, options.max_store_bytes, options.store_options)
         self._mapper = None
         if options.mapper is not None:
             self._mapper = load_mapper(options.mapper, require=options.require)

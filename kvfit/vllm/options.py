@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from kvfit.errors import OptionError
@@ -19,6 +18,7 @@ class ConnectorOptions:
     Attributes:
         role: ``source`` saves what it prefills; ``target`` starts from it.
         store: a folder, or ``package.module:factory`` (see `kvfit.vllm.store`).
+        store_options: what such a factory is called with.
         mapper: ref or folder of the mapper; the target needs it, the source does not.
         salt: engines share entries only with engines of the same salt.
         max_store_bytes: limit of a folder; entries unused for longest are deleted beyond it.
@@ -37,6 +37,7 @@ class ConnectorOptions:
 
     role: Literal["source", "target"]
     store: str
+    store_options: dict[str, Any] = field(default_factory=dict)
     mapper: str | None = None
     salt: str = ""
     max_store_bytes: int = 4 << 30
@@ -135,13 +136,13 @@ def _read(cls: type, values: Mapping[str, Any], where: str) -> Any:
     unknown = sorted(set(values) - set(hints))
     if unknown:
         raise OptionError(f"{where}: found {unknown[0]!r}, needed only {', '.join(hints)}")
-    for field in dataclasses.fields(cls):
-        if field.name not in values:
-            if field.default is dataclasses.MISSING:
-                raise OptionError(f"{where}: found no {field.name!r}, needed one")
-        elif not _fits(values[field.name], hints[field.name]):
-            wanted = str(getattr(hints[field.name], "__name__", hints[field.name])).replace("typing.", "")
-            raise OptionError(f"{field.name}: found {values[field.name]!r}, needed {wanted}")
+    for one in fields(cls):
+        if one.name not in values:
+            if one.default is MISSING and one.default_factory is MISSING:
+                raise OptionError(f"{where}: found no {one.name!r}, needed one")
+        elif not _fits(values[one.name], hints[one.name]):
+            wanted = str(getattr(hints[one.name], "__name__", hints[one.name])).replace("typing.", "")
+            raise OptionError(f"{one.name}: found {values[one.name]!r}, needed {wanted}")
     return cls(**values)
 
 

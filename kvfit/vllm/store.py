@@ -161,7 +161,7 @@ def open_store(place: str, max_bytes: int, options: dict[str, Any]) -> Store:
     Args:
         place: a folder, or ``package.module:factory`` for a store of one's own; the factory is called with `options`.
         max_bytes: the folder's limit.
-        options: all of the connector's configuration.
+        options: for the factory.
 
     Raises:
         MismatchError: there is no such factory, or what it makes lacks one of the three calls.

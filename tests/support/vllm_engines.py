@@ -116,4 +116,4 @@ class FailingStore(FolderStore):
 
 def failing_store(options: dict[str, Any]) -> FailingStore:
     """The factory that the configuration names."""
-    return FailingStore(options["salt"], 1 << 30)
+    return FailingStore(options["folder"], 1 << 30)

@@ -71,8 +71,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options(folder):
-    """What all engines share. The folder's path is the salt, because the factory of the failing store gets it from there."""
-    return {"store": "vllm_engines:failing_store", "salt": str(folder)}
+    """What all engines share."""
+    return {"store": "vllm_engines:failing_store", "store_options": {"folder": str(folder)}, "salt": "pepper"}
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +102,9 @@ def mapper():
 
 
 @pytest.fixture(scope="module")
-def book(mapper, folder):
+def book(mapper):
     spec = mapper.spec.source
-    return AddressBook(source_identity(spec.config_digest, spec.weight_fingerprint, spec.quantisation), BLOCK, str(folder))
+    return AddressBook(source_identity(spec.config_digest, spec.weight_fingerprint, spec.quantisation), BLOCK, "pepper")
 
 
 @pytest.fixture(scope="module")
