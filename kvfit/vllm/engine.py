@@ -25,6 +25,8 @@ from kvfit.vllm.layout import watched_layout
 
 Pair = tuple[Tensor, Tensor]
 
+_NO_SLOT = -1  # vLLM's own mark of padding, which every backend's write operation skips
+
 
 class Engine:
     """The model of one worker, its attention layers and their paged caches.
@@ -117,19 +119,25 @@ class Engine:
         return keys, values
 
     def last_queries(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> list[Tensor]:
-        """The queries with which a sequence's last token attends, (Hq, D) per layer. Its keys and values are written again."""
+        """The queries with which a sequence's last token attends, (Hq, D) per layer. The cache stays as it is.
+
+        All of the sequence must be in its blocks, which may be shared with other requests.
+        """
+        last = len(token_ids) - 1
         with _inputs_of(self.layers, stop=False) as seen:
-            self.run(token_ids, [len(token_ids) - 1], block_ids)
+            self._pass(token_ids, [range(last, last + 1)], block_ids, keep=True)
         return [inputs[0].view(-1, self.head_dim) for inputs in seen]
 
     @torch.inference_mode()
-    def _pass(self, token_ids: Sequence[int], pieces: list[range], block_ids: Sequence[int]) -> None:
-        """One forward pass over runs of tokens of one sequence."""
+    def _pass(self, token_ids: Sequence[int], pieces: list[range], block_ids: Sequence[int], *, keep: bool = False) -> None:
+        """One forward pass over runs of tokens of one sequence; with `keep` their keys and values are not written."""
         pieces = sorted(pieces, key=len)  # backends expect single tokens, which they take for decoding, before longer runs
         order = [token for piece in pieces for token in piece]
         blocks = torch.tensor(block_ids, dtype=torch.int32)
         positions = torch.tensor(order)
         slots = blocks[positions // self._block_tokens].long() * self._block_tokens + positions % self._block_tokens
+        if keep:
+            slots.fill_(_NO_SLOT)
         starts = torch.tensor([0, *(len(piece) for piece in pieces)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lengths = torch.tensor([piece.stop for piece in pieces], dtype=torch.int32)
         place = self.device

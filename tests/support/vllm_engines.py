@@ -50,11 +50,9 @@ def engine_arguments(model: Path, **options: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def running(model: Path, *, max_num_batched_tokens: int | None = None, **options: Any) -> Iterator[Any]:
-    """A running engine; short steps where `max_num_batched_tokens` says so."""
-    arguments = engine_arguments(model, **options)
-    if max_num_batched_tokens is not None:
-        arguments.update(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=64)
+def running(model: Path, more: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """A running engine; `more` are arguments of its own."""
+    arguments = {**engine_arguments(model, **options), **(more or {})}
     from vllm import LLM
 
     engine = LLM(**arguments)

@@ -77,8 +77,9 @@ def options(folder):
 
 @pytest.fixture(scope="module")
 def source(options):
-    """Steps of 256 tokens, so that a prompt's blocks are completed by several steps."""
-    with running(MODELS["demo:source"], max_num_batched_tokens=256, role="source", **options) as engine:
+    """Steps of 256 tokens, so that several steps complete a prompt; with its own prefix cache, as by default."""
+    more = {"max_num_batched_tokens": 256, "max_num_seqs": 64, "enable_prefix_caching": True}
+    with running(MODELS["demo:source"], more, role="source", **options) as engine:
         yield engine
 
 
@@ -206,6 +207,19 @@ def test_what_the_source_saved_is_its_own_cache(source, models, book, store, fre
     for layer, (states, plain) in enumerate(zip(saved, cache.layers, strict=True)):
         for half, expected in zip(states, (plain.keys[0], plain.values[0]), strict=True):
             torch.testing.assert_close(half, expected[:, :MAPPED], atol=1e-4, rtol=1e-4, msg=f"layer {layer}")
+
+
+def test_blocks_that_the_source_need_not_compute_are_saved_too(source, target, book, store, fresh):
+    """They are in its prefix cache, from before they were evicted here; and looking back has not changed them."""
+    (prompt,) = read_by_source(source, fresh)
+    before = [unpack(store.get(address)).states for address in book.blocks(prompt)]
+    for address in (*book.blocks(prompt), book.guide(prompt)):
+        store._path(address).unlink()
+    generate(source, [prompt], n_tokens=1)
+    after = [unpack(store.get(address)).states for address in book.blocks(prompt)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    (_,), (told,) = generate(target, [prompt])
+    assert told["status"] == "applied"
 
 
 def test_prompts_that_the_source_has_not_read_are_prefilled(source, target, fresh):
