@@ -14,12 +14,38 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvfit.spec import ModelSpec
+
 _VERSION = "kvfit-kv-1"
 
 
-def source_identity(config_digest: str, weight_fingerprint: str, quantisation: str | None) -> str:
-    """Digest of what makes the source's keys and values what they are, from the fields of its `kvfit.spec.ModelSpec`."""
+@dataclass(frozen=True)
+class SourceIdentity:
+    """Which model has made keys and values.
+
+    Attributes:
+        sampled: digest of its configuration, of a sample of its weights and of its quantisation; part of every address.
+        content: digest of every weight, as entries carry it; None for a mapper that was fitted before kvfit recorded it.
+    """
+
+    sampled: str
+    content: str | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> SourceIdentity:
+        """That of a spec."""
+        sampled = sampled_identity(spec.config_digest, spec.weight_fingerprint, spec.quantisation)
+        return cls(sampled, None if spec.content is None else content_identity(spec.content.rounded, spec.content.n_ids))
+
+
+def sampled_identity(config_digest: str, weight_fingerprint: str, quantisation: str | None) -> str:
+    """`SourceIdentity.sampled`, from the fields of a `kvfit.spec.ModelSpec`."""
     return hashlib.sha256(repr((config_digest, weight_fingerprint, quantisation)).encode()).hexdigest()
+
+
+def content_identity(rounded: tuple[str, ...], n_ids: int) -> str:
+    """`SourceIdentity.content`, from the fields of a `kvfit.spec.Content`."""
+    return hashlib.sha256(repr((rounded, n_ids)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -27,7 +53,7 @@ class AddressBook:
     """Addresses of one source model's blocks.
 
     Attributes:
-        identity: of the source model, from `source_identity`.
+        identity: of the source model, `SourceIdentity.sampled`.
         block_tokens: tokens of a stored block.
         salt: of the deployment; engines that are to share a store need the same.
     """

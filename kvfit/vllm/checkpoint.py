@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from kvfit.errors import MismatchError
-from kvfit.model.digests import config_digest, quantisation, weight_fingerprint
+from kvfit.model.content import part_digests
+from kvfit.model.digests import config_digest, id_count, quantisation, weight_fingerprint
 from kvfit.model.identity import check_model
 from kvfit.spec import ModelSpec
-from kvfit.vllm.addresses import source_identity
+from kvfit.vllm.addresses import SourceIdentity, content_identity, sampled_identity
 
 _ADVICE = "needed the checkpoint that the mapper was fitted on, without quantisation by the engine"
 
@@ -61,8 +62,8 @@ def check_engine(spec: ModelSpec, model_config: Any, *, weights: bool) -> None:
         )
 
 
-def engine_identity(model_config: Any) -> str:
-    """The source identity of the model that an engine runs; equal to that of the spec which was recorded of it.
+def engine_identity(model_config: Any) -> SourceIdentity:
+    """The identity of the model that an engine runs; equal to that of a spec which was recorded of it.
 
     Raises:
         MismatchError: the engine quantises its weights, so that they are not those of the checkpoint.
@@ -73,4 +74,15 @@ def engine_identity(model_config: Any) -> str:
     found, stored = getattr(model_config, "quantization", None), quantisation(model.config)
     if found != stored:
         raise MismatchError(f"engine: found quantization {found} of a checkpoint with {stored}, {_ADVICE}")
-    return source_identity(config_digest(model.config), weight_fingerprint(model), stored)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_config.tokenizer,
+        revision=model_config.tokenizer_revision,
+        trust_remote_code=model_config.trust_remote_code,
+    )
+    n_ids = id_count(tokenizer)
+    return SourceIdentity(
+        sampled_identity(config_digest(model.config), weight_fingerprint(model), stored),
+        content_identity(part_digests(model, n_ids, rounding=True), n_ids),
+    )

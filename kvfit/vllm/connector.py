@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvfit.hub.load import load_mapper
-from kvfit.vllm.addresses import AddressBook, source_identity
+from kvfit.vllm.addresses import AddressBook, SourceIdentity
 from kvfit.vllm.checkpoint import check_engine, engine_identity
 from kvfit.vllm.engine import Engine
 from kvfit.vllm.loading import Loader
@@ -39,7 +39,7 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    identity: str = ""
+    content: str = ""
 
 
 @dataclass
@@ -90,17 +90,13 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
             mapper = self._mapper
             assert mapper is not None
             check_engine(mapper.spec.target, vllm_config.model_config, weights=options.check_weights)
-            book = AddressBook(self._source_identity(), options.block_tokens, options.salt)
+            book = AddressBook(SourceIdentity.of(mapper.spec.source).sampled, options.block_tokens, options.salt)
             return LoadScheduling(LoadPlanner(book, self._store, options, block, mapper.judged_recompute))
-        self._identity = engine_identity(vllm_config.model_config)
-        book = AddressBook(self._identity, options.block_tokens, options.salt)
+        identity = engine_identity(vllm_config.model_config)
+        self._content = identity.content or ""
+        book = AddressBook(identity.sampled, options.block_tokens, options.salt)
         self._marker = book.marker()
         return SaveScheduling(book, self._store, block, options.guide)
-
-    def _source_identity(self) -> str:
-        assert self._mapper is not None
-        spec = self._mapper.spec.source
-        return source_identity(spec.config_digest, spec.weight_fingerprint, spec.quantisation)
 
     # The scheduler's calls.
 
@@ -128,7 +124,7 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
         saves = self._scheduling.take_due(scheduler_output)
         if saves and not self._store.has(self._marker):
             self._store.put(self._marker, b"")
-        return StepPlan(saves=saves, identity=self._identity)
+        return StepPlan(saves=saves, content=self._content)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What became of a step's loads."""
@@ -153,7 +149,8 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
         engine = Engine(self._vllm_config, self._kv_cache_config)
         if self._options.role == "target":
             assert self._mapper is not None
-            self._worker = Loader(self._mapper, engine, self._store, self._source_identity(), self._options)
+            content = SourceIdentity.of(self._mapper.spec.source).content
+            self._worker = Loader(self._mapper, engine, self._store, content, self._options)
         else:
             self._worker = Saver(engine, self._store, self._options.block_tokens)
 
@@ -178,7 +175,7 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if isinstance(self._worker, Saver):
             step = self._get_connector_metadata()
             for plan in step.saves:
-                self._worker.save(plan, step.identity)
+                self._worker.save(plan, step.content)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that the engine has to compute after all."""

@@ -37,20 +37,20 @@ class Entry:
 
     Attributes:
         states: of a block, keys and values of all layers, (L, 2, H, T, D); of a guide, one weight a token, (T,).
-        identity: of the source model.
-        address: under which it was stored.
+        content: digest of the source model's weights, `kvfit.vllm.addresses.SourceIdentity.content`.
+        address: under which it was stored; it binds the source model's configuration and a sample of its weights.
         written: seconds since 1970.
     """
 
     states: Tensor
-    identity: str
+    content: str
     address: str
     written: float
 
 
-def pack(states: Tensor, identity: str, address: str) -> bytes:
+def pack(states: Tensor, content: str, address: str) -> bytes:
     """An entry's bytes."""
-    facts = {"identity": identity, "address": address, "written": repr(time.time())}
+    facts = {"content": content, "address": address, "written": repr(time.time())}
     body = save({"states": states.contiguous()}, metadata=facts)
     head: bytes = _MAGIC + zlib.crc32(body).to_bytes(4, "little")
     return head + bytes(body)
@@ -67,7 +67,7 @@ def unpack(data: bytes) -> Entry:
         raise EntryError("corrupt", f"found {len(data)} bytes with another checksum, needed an entry as it was written")
     try:
         facts = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
-        return Entry(load(body)["states"], facts["identity"], facts["address"], float(facts["written"]))
+        return Entry(load(body)["states"], facts["content"], facts["address"], float(facts["written"]))
     except (SafetensorError, KeyError, ValueError) as error:
         raise EntryError(
             "corrupt", f"found no keys and values ({type(error).__name__}), needed an entry of this format"

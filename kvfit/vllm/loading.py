@@ -29,10 +29,10 @@ class Loader:
         stats: counts of loads that were applied and that failed.
     """
 
-    def __init__(self, mapper: Mapper, engine: Engine, store: Store, identity: str, options: ConnectorOptions) -> None:
-        """Load what a source of one identity has stored."""
+    def __init__(self, mapper: Mapper, engine: Engine, store: Store, content: str | None, options: ConnectorOptions) -> None:
+        """Load what a source has stored whose weights have the digest `content`; any, where that is None."""
         self._mapper = mapper.to(engine.device, engine.dtype)
-        self._engine, self._store, self._identity, self._options = engine, store, identity, options
+        self._engine, self._store, self._content, self._options = engine, store, content, options
         self._logged: set[str] = set()
         self.stats = KvfitStats()
 
@@ -99,7 +99,7 @@ class Loader:
             raise EntryError("evicted", "found no entry any more that was there when the request was scheduled")
         self.stats.count("loaded_bytes", len(data))
         entry = unpack(data)
-        if (entry.identity, entry.address) != (self._identity, address):
+        if entry.address != address or self._content not in (None, entry.content):
             raise EntryError("mismatch", "found an entry of another source or address, needed the one that was asked for")
         age, oldest = time.time() - entry.written, self._options.max_age_seconds
         if oldest is not None and age > oldest:

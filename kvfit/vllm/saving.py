@@ -33,11 +33,11 @@ class Saver:
         self.stats = KvfitStats()
 
     @torch.inference_mode()
-    def save(self, plan: Save, identity: str) -> None:
+    def save(self, plan: Save, content: str) -> None:
         """Put what a step has completed into the store. Whatever goes wrong is logged once: serving goes on."""
         start = time.perf_counter()
         try:
-            self._save(plan, identity)
+            self._save(plan, content)
         except Exception as error:
             self.stats.count("unsaved_blocks", len(plan.addresses))
             if not self._logged:
@@ -45,17 +45,17 @@ class Saver:
                 _log.warning("blocks were not saved: %s (said once; see the counters)", error)
         self.stats.count("save_milliseconds", 1000 * (time.perf_counter() - start))
 
-    def _save(self, plan: Save, identity: str) -> None:
+    def _save(self, plan: Save, content: str) -> None:
         a_block = len(plan.block_ids) // max(1, len(plan.addresses))  # engine blocks of a stored one
         for index, address in enumerate(plan.addresses):
             if address:
                 states = self._engine.read(plan.block_ids[index * a_block : (index + 1) * a_block])
-                self._put(address, states, identity)
+                self._put(address, states, content)
         if plan.guide is not None:
-            self._put(plan.guide, self._looks(plan.token_ids, plan.all_block_ids), identity)
+            self._put(plan.guide, self._looks(plan.token_ids, plan.all_block_ids), content)
 
-    def _put(self, address: str, states: Tensor, identity: str) -> None:
-        data = pack(states.cpu(), identity, address)
+    def _put(self, address: str, states: Tensor, content: str) -> None:
+        data = pack(states.cpu(), content, address)
         if self._store.put(address, data):
             self.stats.count("saved_blocks")
             self.stats.count("saved_bytes", len(data))

@@ -13,7 +13,7 @@ def test_an_entry_comes_back(dtype):
     states = torch.randn(2, 2, 3, 8, 4).to(dtype).transpose(3, 4)
     entry = unpack(pack(states, "model", "where"))
     assert torch.equal(entry.states, states)
-    assert (entry.states.dtype, entry.identity, entry.address) == (dtype, "model", "where")
+    assert (entry.states.dtype, entry.content, entry.address) == (dtype, "model", "where")
 
 
 def test_every_changed_byte_and_every_cut_is_seen():

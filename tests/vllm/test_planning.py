@@ -3,7 +3,7 @@
 import pytest
 
 from kvfit.errors import OptionError
-from kvfit.vllm.addresses import AddressBook, source_identity
+from kvfit.vllm.addresses import AddressBook, sampled_identity
 from kvfit.vllm.options import connector_options, request_options
 from kvfit.vllm.plans import LoadPlanner, Miss, Reading
 
@@ -61,7 +61,7 @@ def test_nothing_is_shared_across_models_salts_block_lengths_and_tenants(other):
     mine = {BOOK.marker(), BOOK.guide(IDS), *BOOK.blocks(IDS)}
     assert mine.isdisjoint({other.marker(), other.guide(IDS), *other.blocks(IDS)})
     assert mine.isdisjoint({BOOK.guide(IDS, "tenant"), *BOOK.blocks(IDS, "tenant")})
-    assert len({source_identity(*one) for one in (("a", "b", None), ("a", "c", None), ("b", "b", None), ("a", "b", "x"))}) == 4
+    assert len({sampled_identity(*one) for one in (("a", "b", None), ("a", "c", None), ("b", "b", None), ("a", "b", "x"))}) == 4
 
 
 def test_the_last_token_and_the_tail_are_never_mapped():

@@ -21,8 +21,9 @@ from vllm_engines import counters, generate, running
 from kvfit import handoff, load_mapper
 from kvfit.demo import MODELS, TEXTS
 from kvfit.model.cache import forward, full_cache
+from kvfit.model.content import content_of
 from kvfit.model.generate import generate as continued
-from kvfit.vllm.addresses import AddressBook, source_identity
+from kvfit.vllm.addresses import AddressBook, SourceIdentity, content_identity
 from kvfit.vllm.entries import pack, unpack
 from kvfit.vllm.store import FolderStore
 
@@ -104,8 +105,7 @@ def mapper():
 
 @pytest.fixture(scope="module")
 def book(mapper):
-    spec = mapper.spec.source
-    return AddressBook(source_identity(spec.config_digest, spec.weight_fingerprint, spec.quantisation), BLOCK, "pepper")
+    return AddressBook(SourceIdentity.of(mapper.spec.source).sampled, BLOCK, "pepper")
 
 
 @pytest.fixture(scope="module")
@@ -245,31 +245,43 @@ def test_another_prompts_entry_is_a_miss(source, target, book, store, fresh):
     expect_prefill(target, one, "mismatch")
 
 
-def test_another_models_entry_is_a_miss(source, target, book, store, fresh):
+def test_another_models_entry_is_a_miss(source, target, mapper, book, store, fresh):
     """Were a digest to collide, what is in the entry would still tell."""
     (prompt,) = read_by_source(source, fresh)
     address = book.blocks(prompt)[0]
-    states = unpack(store.get(address)).states
-    for changed, identity in ((states, "another"), (states[:3], book.identity), (states[..., :16], book.identity)):
-        store._path(address).write_bytes(pack(changed, identity, address))
+    entry = unpack(store.get(address))
+    cases = [(entry.states[:3], entry.content), (entry.states[..., :16], entry.content)]
+    if mapper.spec.source.content is not None:
+        cases.append((entry.states, "another"))
+    for states, content in cases:
+        store._path(address).write_bytes(pack(states, content, address))
         expect_prefill(target, prompt, "mismatch")
+
+
+def test_the_engine_knows_its_weights_as_the_mapper_does(source, models, book, store, fresh):
+    """What entries carry is what `describe_model` would record of the same checkpoint."""
+    (prompt,) = read_by_source(source, fresh)
+    content = content_of(models[0], 2048)
+    assert unpack(store.get(book.blocks(prompt)[0])).content == content_identity(content.rounded, content.n_ids)
 
 
 def test_not_a_number_is_a_miss(source, target, book, store, fresh):
     (prompt,) = read_by_source(source, fresh)
     address = book.blocks(prompt)[2]
-    states = unpack(store.get(address)).states
+    entry = unpack(store.get(address))
+    states, content = entry.states, entry.content
     states[1, 0, 2, 5, 3] = torch.nan
-    store._path(address).write_bytes(pack(states, book.identity, address))
+    store._path(address).write_bytes(pack(states, content, address))
     expect_prefill(target, prompt, "nonfinite")
 
 
 def test_an_old_entry_is_a_miss(source, target, book, store, fresh, monkeypatch):
     (prompt,) = read_by_source(source, fresh)
     address = book.blocks(prompt)[0]
-    states = unpack(store.get(address)).states
+    entry = unpack(store.get(address))
+    states, content = entry.states, entry.content
     monkeypatch.setattr(time, "time", lambda: 1e9)
-    store._path(address).write_bytes(pack(states, book.identity, address))
+    store._path(address).write_bytes(pack(states, content, address))
     monkeypatch.undo()
     expect_prefill(target, prompt, "stale")
 
