@@ -49,6 +49,14 @@ def lags(_context: click.Context, _option: click.Parameter, value: str) -> tuple
     return tuple(map(int, value.split(",")))
 
 
+def numbers(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+    """Numbers with commas between them."""
+    try:
+        return None if value is None else tuple(float(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"found {value!r}, needed numbers such as 1,0.5") from None
+
+
 def top_k(_context: click.Context, _option: click.Parameter, value: str) -> int | str:
     """A number of source layers, ``all`` or ``auto``."""
     if value in ("all", "auto"):

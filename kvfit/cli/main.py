@@ -21,6 +21,7 @@ from kvfit.cli.arguments import (
     json_option,
     lags,
     loading_options,
+    numbers,
     path,
     ref,
     size,
@@ -154,12 +155,13 @@ def plan(source: str, target: str, as_json: bool, device: str | None, **values: 
 @cli.command()
 @click.argument("stores", nargs=-1, required=True, type=path)
 @click.option("--out", required=True, type=path, help="The merged store; must not exist.")
+@click.option("--weights", callback=numbers, metavar="W,W,...", help="How much each store counts; default: 1 each.")
 @json_option
-def merge(stores: tuple[str, ...], out: str, as_json: bool) -> None:
+def merge(stores: tuple[str, ...], out: str, weights: tuple[float, ...] | None, as_json: bool) -> None:
     """Merge STORES that were captured with one recipe into one."""
     from kvfit.fit.stats import merge as verb
 
-    merged = verb.merge(stores, out)
+    merged = verb.merge(stores, out, weights)
     tokens = {split: merged.count(split) for split in ("fit", "holdout")}
     if as_json:
         say_text(json.dumps({"store": out, "stores": list(stores), "tokens": tokens}, allow_nan=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfit.bundle.records import value_at
-from kvfit.errors import MismatchError
+from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.stats import digests, moments
 from kvfit.fit.stats.layout import SPLITS, BlockArray, Chunk, Layout, Part
 from kvfit.fit.stats.record import PART_FIELD, Array, Batches, Record, Tokens, first_difference
@@ -22,13 +23,13 @@ from kvfit.fit.stats.writer import StoreWriter, building, publish, sync_tree
 from kvfit.spec import to_json
 
 # Fields of the recipe that say which text was read and in which portions; the numbers of different text add up all the same.
+WEIGHTS_FIELD = "weights"  # of a merged recipe: how much each text counts, where that is not 1 each
 OF_TEXT = ("text", "options.num_sequences", "options.seed", "batch_size")
-
 
 CHANCE = 2e-6  # of documents, whose digests may meet without being one text: two stores of a million each have one in 280
 
 
-def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
+def merge(paths: Iterable[str | Path], out: str | Path, weights: Sequence[float] | None = None) -> Store:
     """Merge finished stores into a new one at `out`; block by block, so memory stays at a few chunks.
 
     Each store sums about a shift of its own, so its products are first brought about one common shift, the mean over all
@@ -40,34 +41,44 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
         paths: stores that agree in models, inputs, stats_dtype and, but for the field ``part``, recipe. Where each says which
             documents it holds, as every capture does, they may be of different text: `OF_TEXT` may differ too.
         out: must not exist; appears whole or not at all.
+        weights: one per path, above 0: each split of a store counts as its tokens times the weight, rounded to a whole token.
+            None for 1 each.
 
     Returns:
         The merged store.
 
     Raises:
         MismatchError: the stores differ in a field, named with both values, or one is given twice, or a document is in two.
+        OptionError: another number of weights than stores, or a weight that is not above 0.
         StoreError: a store is missing, unfinished or damaged, `out` exists, or the disk refuses.
     """
     stores = [Store.open(path) for path in paths]
     if not stores:
         raise MismatchError("no store to merge; name at least one")
+    given = [1.0] * len(stores) if weights is None else [float(weight) for weight in weights]
+    if len(given) != len(stores) or not all(math.isfinite(weight) and weight > 0 for weight in given):
+        found = ",".join(f"{weight:g}" for weight in given)
+        raise OptionError(f"--weights: found {found}, needed {len(stores)} numbers above 0, one for each store")
     known = all(digests.of_cursor(store.record.cursor) for store in stores)
     _check_alike(stores, OF_TEXT if known else ())
     _check_documents(stores)
-    common = _common_shift(stores)
-    parts = [_Shifted.of(store, common) for store in stores]
+    counts = [
+        {split: round(store.count(split) * weight) for split in SPLITS} for store, weight in zip(stores, given, strict=True)
+    ]
+    common = _common_shift(stores, [sum(count.values()) for count in counts])
+    parts = [_Shifted.of(store, common, count) for store, count in zip(stores, counts, strict=True)]
     records = [store.record for store in stores]
     place = Path(out)
     with building(place) as (root, lock):
-        writer = StoreWriter.start_at(root, records[0].layout, _merged_recipe(records), lock)
+        writer = StoreWriter.start_at(root, records[0].layout, _merged_recipe(records, given), lock)
         if common:
             writer.write_shifts({name: shift.numpy() for name, shift in common.items()})
         for split in SPLITS:
-            if any(part.store.count(split) for part in parts):
+            if any(part.counts[split] for part in parts):
                 _merge_split(writer, parts, split)
         writer.commit(
             cursor=_merged_cursor(records),
-            tokens=Tokens(*(sum(store.count(split) for store in stores) for split in SPLITS)),
+            tokens=Tokens(*(sum(count[split] for count in counts) for split in SPLITS)),
             batches=_merged_batches(records),
             buffer_tokens=None,
             finished=True,
@@ -80,22 +91,34 @@ def merge(paths: Iterable[str | Path], out: str | Path) -> Store:
 
 @dataclass(frozen=True)
 class _Shifted:
-    """A store and its deltas: its shift less the common one, by name of the shift's array, (2, layers, features)."""
+    """A store as it goes into the merge.
+
+    Attributes:
+        store: the store.
+        delta: its shift less the common one, by name of the shift's array, (kinds, layers, features).
+        counts: tokens that each split counts as.
+    """
 
     store: Store
     delta: Mapping[str, Tensor]
+    counts: Mapping[Part, int]
 
     @classmethod
-    def of(cls, store: Store, common: Mapping[str, Tensor]) -> _Shifted:
-        if not store.record.live.shift:
-            return cls(store, {})
+    def of(cls, store: Store, common: Mapping[str, Tensor], counts: Mapping[Part, int]) -> _Shifted:
+        if not store.record.live.shift or not common:
+            return cls(store, {}, counts)
         own = {array.name: store.shift(array) for array in store.record.layout.shifts}
-        return cls(store, {name: shift.to(torch.float64) - common[name].to(torch.float64) for name, shift in own.items()})
+        delta = {name: shift.to(torch.float64) - common[name].to(torch.float64) for name, shift in own.items()}
+        return cls(store, delta, counts)
+
+    def weight(self, split: Part) -> float:
+        """What the split's sums are multiplied with: exactly the ratio of the counts, so that means stay what they are."""
+        return self.counts[split] / self.store.count(split)
 
 
-def _common_shift(stores: Sequence[Store]) -> dict[str, Tensor]:
-    """The mean over all tokens of all stores, as float32; empty where no store has a token."""
-    n_tokens = sum(store.count("all") for store in stores)
+def _common_shift(stores: Sequence[Store], counts: Sequence[int]) -> dict[str, Tensor]:
+    """The mean over all tokens that all stores count as, as float32; empty where there is none."""
+    n_tokens = sum(counts)
     if n_tokens == 0:
         return {}
     layout: Layout = stores[0].record.layout
@@ -103,19 +126,15 @@ def _common_shift(stores: Sequence[Store]) -> dict[str, Tensor]:
     for array in layout.shifts:
         name = f"{array.name.removeprefix('shift/')}_sum"
         total = torch.zeros(array.shape, dtype=torch.float64)
-        for store in stores:
-            if store.count("all"):
-                total += (
-                    store.count("all")
-                    / n_tokens
-                    * moments.mean(store.shift(array), store.sums("all", name), store.count("all"))
-                )
+        for store, count in zip(stores, counts, strict=True):
+            if count:
+                total += count / n_tokens * moments.mean(store.shift(array), store.sums("all", name), store.count("all"))
         common[array.name] = total.to(torch.float32)
     return common
 
 
 def _merge_split(writer: StoreWriter, parts: Sequence[_Shifted], split: Part) -> None:
-    present = [part for part in parts if part.store.count(split)]
+    present = [part for part in parts if part.counts[split]]
     digests = {array: [""] * len(array.chunks) for array in writer.layout.blocks}
     for array in writer.layout.blocks:
         for number, chunk in enumerate(array.chunks):
@@ -137,7 +156,8 @@ def _add_chunk(total: Tensor, part: _Shifted, split: Part, array: BlockArray, nu
     for place, pair in enumerate(range(chunk.first, chunk.last)):
         i, j = array.pairs[pair]
         products = torch.from_numpy(stored[place, : chunk.bottom - chunk.top].astype("f8"))
-        total[place] += moments.reshift(products, left_sum[i, rows], right_sum[j], count, left_delta[i, rows], right_delta[j])
+        moved = moments.reshift(products, left_sum[i, rows], right_sum[j], count, left_delta[i, rows], right_delta[j])
+        total[place] += part.weight(split) * moved
 
 
 def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
@@ -151,7 +171,8 @@ def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
         }
         square, target = store.sums(split, "target_square"), store.sums(split, "target_sum")
         moved["target_square"] = moments.reshift_squares(square, target, count, part.delta["shift/target"])
-        totals = {name: totals[name] + value if totals else value for name, value in moved.items()}
+        weighted = {name: part.weight(split) * value for name, value in moved.items()}
+        totals = {name: totals[name] + value if totals else value for name, value in weighted.items()}
     return {name: total.numpy() for name, total in totals.items()}
 
 
@@ -236,7 +257,7 @@ def _part_list(record: Record) -> list[Any]:
     return [] if part is None else _unmerged(part)
 
 
-def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
+def _merged_recipe(records: Sequence[Record], weights: Sequence[float]) -> dict[str, Any]:
     """The common recipe, in an order of its own where parts differ, so that the order of the paths leaves no trace.
 
     Sequences add up over captures. The parts of one `torchrun` say how many all of them made, so they belong into one merge: in
@@ -260,6 +281,11 @@ def _merged_recipe(records: Sequence[Record]) -> dict[str, Any]:
         different = {json.dumps(value, sort_keys=True): value for value in values}
         if field != "options.num_sequences" and len(different) > 1:
             recipe = _with(recipe, field, {"merged": [different[key] for key in sorted(different)]})
+    if set(weights) != {1.0}:
+        weighted = [
+            {"text": record.recipe.get("text"), "weight": weight} for record, weight in zip(records, weights, strict=True)
+        ]
+        recipe = {**recipe, WEIGHTS_FIELD: sorted(weighted, key=lambda entry: json.dumps(entry, sort_keys=True))}
     parts = [part for record in records for part in _part_list(record)]
     return {**recipe, PART_FIELD: {"merged": sorted(parts, key=lambda part: json.dumps(part, sort_keys=True))}}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from random_pair import SOURCE, TARGET, Batch, batches, capture, model, scratch, worst_error
 
-from kvfit.errors import MismatchError, StoreError
+from kvfit.errors import MismatchError, OptionError, StoreError
 from kvfit.fit.stats import digests
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.store import Accumulator, Store
@@ -74,6 +74,41 @@ def test_lexical_blocks_merge_and_must_agree(tmp_path: Path) -> None:
     capture(tmp_path / "other.zarr", batches(SIZES), recipe={"seed": 0})
     with pytest.raises(MismatchError, match=r"lexical_lags"):
         merge([paths[0], tmp_path / "other.zarr"], tmp_path / "no.zarr")
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+def test_weights_count_a_store_as_often(tmp_path: Path, mean: float) -> None:
+    """Three times the weight is the same rows three times; a half is every row with half a say."""
+    given = batches(SIZES, mean=mean)
+    paths = shards(tmp_path, given, [4])
+    thrice = merge(paths, tmp_path / "thrice.zarr", weights=[1, 3])
+    assert max(worst_error(thrice, given + given[4:] * 2, split) for split in ("fit", "holdout", "all")) < 1e-6
+    half = merge(paths, tmp_path / "half.zarr", weights=[1, 0.5])
+    doubled = merge([paths[0]], tmp_path / "double.zarr", weights=[2])
+    # With 1 and a half the means and covariances are those of 2 and 1, but for the rounding of a half token.
+    assert half.count("fit") == sum(len(b[1]["keys"][0]) for b in given[:4] if b[0] == "fit") + round(
+        sum(len(b[1]["keys"][0]) for b in given[4:] if b[0] == "fit") / 2
+    )
+    whole = given[:4] * 2 + given[4:]
+    for a in (("keys", 0), ("values", 2)):
+        x = torch.cat([b[1][a[0]][a[1]].double() for b in whole if b[0] == "fit"])
+        error = (half.source_mean("fit", a) - x.mean(0)).abs() / x.std(0)
+        assert error.max() < 0.5 / half.count("fit") * 4
+    alone = Store.open(paths[0]).source_mean("fit", ("keys", 1))
+    torch.testing.assert_close(doubled.source_mean("fit", ("keys", 1)), alone, rtol=1e-9, atol=1e-9)
+    assert doubled.count("all") == 2 * Store.open(paths[0]).count("all")
+    recipes = [merge(order, tmp_path / f"{n}.zarr", weights=w).recipe
+               for n, (order, w) in enumerate(((paths, [1, 3]), (paths[::-1], [3, 1])))]  # fmt: skip
+    assert recipes[0] == recipes[1]
+    assert sorted(entry["weight"] for entry in recipes[0]["weights"]) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
+def test_weights_that_cannot_be_are_refused(tmp_path: Path, weights: list[float]) -> None:
+    paths = shards(tmp_path, batches([5, 5]), [1])
+    with pytest.raises(OptionError, match=r"--weights: found .*, needed 2 numbers above 0"):
+        merge(paths, tmp_path / "out.zarr", weights=weights)
+    assert not (tmp_path / "out.zarr").exists()
 
 
 def drifting(mean_step: float) -> list[Batch]:
