@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvfit.errors import UnsupportedModelError
 from kvfit.model.decoder import family, layer_path, loaded_tensor, unwrapped
-from kvfit.model.probe import rotary_tables
+from kvfit.model.tables import rotary_tables
 from kvfit.spec import Content
 
 _ROW = 8192  # words reduced at a time: what a processor's cache holds

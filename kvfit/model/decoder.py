@@ -25,6 +25,14 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def setting(config: Any, name: str) -> Any:
+    """A value of a configuration, None where it has none, or where it differs between layers and raises when asked for."""
+    try:
+        return getattr(config, name, None)
+    except Exception:
+        return None
+
+
 def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
     """Per decoder layer, key/value heads and features of each: where what the configuration says is what its projection makes.
 
@@ -93,6 +101,15 @@ def layer_devices(model: Any, n_layers: int) -> list[torch.device]:
 def input_device(model: Any) -> torch.device:
     """Where a model wants its input ids: where its first layer runs, also where accelerate spread or offloaded the model."""
     return layer_devices(model, 1)[0]
+
+
+def some_tokens(model: Any, count: int) -> Tensor:
+    """A few token ids (count,), distinct where the vocabulary allows, on the model's input device.
+
+    Away from the ends of the vocabulary, where special tokens are.
+    """
+    vocabulary = int(text_config(model).vocab_size)
+    return (torch.arange(count, device=input_device(model)) * 5 + vocabulary // 3) % vocabulary
 
 
 def _running_device(module: Any, tensor: Tensor) -> torch.device:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfit.errors import KvfitError, MismatchError
 from kvfit.model import cache as caches
-from kvfit.model.decoder import input_device, text_config, unwrapped
+from kvfit.model.decoder import input_device, setting, some_tokens, text_config, unwrapped
 from kvfit.model.trace import refusal
 
 CHUNK_TOKENS = 4096
@@ -80,13 +80,11 @@ def check_first_layer(model: Any) -> None:
         UnsupportedModelError: layer 0 owns no cache, or its keys and values depend on more than the token and its position.
     """
     config = text_config(model)
-    vocabulary, longest = int(config.vocab_size), getattr(config, "max_position_embeddings", None)
+    longest = setting(config, "max_position_embeddings")
     first = _FAR_POSITION if not isinstance(longest, int) else max(0, min(_FAR_POSITION, longest - _N_TOKENS))
-    device = input_device(model)
-    # Distinct tokens, away from the ends of the vocabulary where special tokens are; the second row in reverse.
-    row = (torch.arange(_N_TOKENS, device=device) * 5 + vocabulary // 3) % vocabulary
+    row = some_tokens(model, _N_TOKENS)
     input_ids = torch.stack((row, row.flip(0)))
-    positions = torch.arange(first, first + _N_TOKENS, device=device).expand(2, -1)
+    positions = torch.arange(first, first + _N_TOKENS, device=row.device).expand(2, -1)
     cached: list[tuple[Tensor, Tensor]] = []
 
     def on_update(layer_index: int, keys: Tensor, values: Tensor) -> None:

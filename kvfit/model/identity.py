@@ -10,7 +10,7 @@ import torch
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.content import content_of, derived_digest, part_digests
-from kvfit.model.decoder import family, text_config, unwrapped
+from kvfit.model.decoder import family, setting, text_config, unwrapped
 from kvfit.model.digests import (
     config_digest,
     id_count,
@@ -20,7 +20,8 @@ from kvfit.model.digests import (
     weight_fingerprint,
 )
 from kvfit.model.interference import active_dropout, adapted_module, check_hooks
-from kvfit.model.probe import dtype_name, frequency_dtype, probe, rotary_tables
+from kvfit.model.probe import dtype_name, probe
+from kvfit.model.tables import frequency_dtype, rotary_tables
 from kvfit.spec import Content, ModelSpec
 
 _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
@@ -149,7 +150,8 @@ def refuse_interference(model: Any, ref: str) -> None:
 def _check_tables(spec: ModelSpec, model: Any) -> None:
     tables = rotary_tables(model)
     for index, table in enumerate(spec.rope.tables):
-        if (table.inverse_frequencies, table.attention_scaling) in tables:
+        magnitudes = tuple(map(abs, table.inverse_frequencies))  # negated where the model turns the other way
+        if (magnitudes, table.attention_scaling) in tables:
             continue
         cast = frequency_dtype(model)
         if cast is not None:
@@ -216,6 +218,6 @@ def _short(value: object) -> str:
 
 
 def _configured_heads(config: Any) -> tuple[int | None, int | None]:
-    heads = getattr(config, "num_key_value_heads", None)
-    head_dim = getattr(config, "head_dim", None)
+    heads = setting(config, "num_key_value_heads")
+    head_dim = setting(config, "head_dim")
     return (heads if isinstance(heads, int) else None), (head_dim if isinstance(head_dim, int) else None)

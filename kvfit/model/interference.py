@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
-from kvfit.model.decoder import input_device, text_config, unwrapped
+from kvfit.model.decoder import some_tokens, unwrapped
 
 _N_TOKENS = 8
 _ADAPTER_PARTS = ("lora_A", "lora_embedding_A", "base_layer", "ia3_l")
@@ -86,10 +86,8 @@ def check_hooks(model: Any, ref: str) -> None:
 
 def _activations(model: Any) -> list[Tensor]:
     """Keys and values of every layer, and the last logits, of a few fixed tokens."""
-    device, vocabulary = input_device(model), int(text_config(model).vocab_size)
-    input_ids = ((torch.arange(_N_TOKENS, device=device) * 5 + vocabulary // 3) % vocabulary)[None]
     cache = caches.full_cache()
-    logits = caches.forward(model, input_ids, cache, logits_to_keep=1)
+    logits = caches.forward(model, some_tokens(model, _N_TOKENS)[None], cache, logits_to_keep=1)
     return [*(part for pair in caches.read_cache(cache) for part in pair), logits]
 
 

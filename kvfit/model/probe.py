@@ -7,7 +7,7 @@ uses which, and how features pair, is whatever reproduces what the layer did. Wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import KvfitError
-from kvfit.model.decoder import text_config, unwrapped
+from kvfit.model.axes import refuse_several_axes
+from kvfit.model.decoder import setting, some_tokens, text_config, unwrapped
 from kvfit.model.rope import angles, rotate
+from kvfit.model.tables import rotary_tables
 from kvfit.model.trace import LayerTrace, refusal, trace
 from kvfit.spec import Pairing, RopeSpec, RopeTable
 
@@ -53,6 +55,8 @@ def probe(model: Any) -> Probe:
     """
     refuse_by_name(model)
     candidates = rotary_tables(model)
+    # A few families turn the other way, which is the same table with its frequencies negated.
+    both_ways = [*candidates, *((tuple(-value for value in frequencies), scaling) for frequencies, scaling in candidates)]
     layers: dict[int, _Layer] = {}
     for first in (0, _FAR_POSITION) if candidates else (0,):
         _watch(model, first, layers)
@@ -63,10 +67,12 @@ def probe(model: Any) -> Probe:
     tables: list[RopeTable] = []
     assignment: list[int | None] = []
     for layer_index in range(len(layers)):
-        table = _assign(model, layer_index, layers[layer_index], candidates)
+        table = _assign(model, layer_index, layers[layer_index], both_ways)
         if table is not None and table not in tables:
             tables.append(table)
         assignment.append(None if table is None else tables.index(table))
+    if any(table is not None for table in assignment):
+        refuse_several_axes(model, _FAR_POSITION)
     return Probe(len(layers), keys.shape[1], keys.shape[3], dtype_name(keys.dtype), RopeSpec(tuple(tables), tuple(assignment)))
 
 
@@ -108,35 +114,6 @@ def plane_error(found: Tensor, wanted: Tensor, table: RopeTable) -> float:
     return float((difference.abs() / length.clamp(min=1e-30)).max())
 
 
-def rotary_tables(model: Any) -> list[tuple[tuple[float, ...], float]]:
-    """Inverse frequencies and attention scaling of every rotary module of a model, distinct, in order; nothing is run."""
-    found: list[tuple[tuple[float, ...], float]] = []
-    for module, name, frequencies in _frequency_buffers(model):
-        prefix = name.removesuffix("inv_freq")
-        scaling = getattr(module, f"{prefix}attention_scaling", None)
-        entry = (tuple(frequencies.detach().float().cpu().tolist()), 1.0 if scaling is None else float(scaling))
-        if entry not in found:
-            found.append(entry)
-    return found
-
-
-def frequency_dtype(model: Any) -> torch.dtype | None:
-    """The dtype that a whole model was cast to, its inverse frequencies included; None where they are as they should be.
-
-    `from_pretrained(dtype=...)` keeps them in float32; ``model.half()`` and ``model.to(torch.bfloat16)`` round them.
-    """
-    narrow = (value.dtype for _, _, value in _frequency_buffers(model) if value.dtype in (torch.float16, torch.bfloat16))
-    return next(narrow, None)
-
-
-def _frequency_buffers(model: Any) -> Iterator[tuple[Any, str, Tensor]]:
-    for module in model.modules():
-        for name, value in module._buffers.items():
-            stale = "original" in name or "long" in name or "short" in name
-            if name.endswith("inv_freq") and not stale and value is not None and value.dim() == 1 and not value.is_meta:
-                yield module, name, value
-
-
 def refuse_by_name(model: Any) -> None:
     """Refuse what is known to be impossible to describe, before anything runs.
 
@@ -148,20 +125,21 @@ def refuse_by_name(model: Any) -> None:
     if any(hasattr(module, "lora_A") or hasattr(module, "base_layer") for module in model.modules()):
         raise refusal(model, None, "the model carries an adapter: merge it first (merge_and_unload) and save the result")
     config = text_config(model)
-    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if setting(model.config, "is_encoder_decoder") or setting(config, "add_cross_attention"):
         raise refusal(model, None, "cross attention keeps keys and values of an encoder")
-    for layer_index in sorted(getattr(config, "cross_attention_layers", None) or ()):
+    for layer_index in sorted(setting(config, "cross_attention_layers") or ()):
         raise refusal(model, layer_index, "cross attention keeps keys and values of an encoder")
-    if getattr(config, "kv_lora_rank", None):
+    if setting(config, "kv_lora_rank"):
         raise refusal(model, None, "latent attention caches a compressed latent, not keys and values per head")
-    shared = getattr(config, "num_kv_shared_layers", 0) or 0
+    shared = setting(config, "num_kv_shared_layers") or 0
     if shared:
         raise refusal(model, config.num_hidden_layers - shared, "the layer shares the keys and values of an earlier layer")
-    for layer_index, kind in enumerate(getattr(config, "layer_types", None) or ()):
+    for layer_index, kind in enumerate(setting(config, "layer_types") or ()):
+        if kind == "chunked_attention":
+            reason = "chunked attention: which keys a token sees depends on where its chunk begins, which no window describes"
+            raise refusal(model, layer_index, reason)
         if kind not in ("full_attention", "sliding_attention"):
             raise refusal(model, layer_index, f"{kind} owns no keys and values per token that a map could make")
-    if "mrope_section" in str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
-        raise refusal(model, None, "multimodal rotary embedding: a token has several positions")
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
@@ -171,11 +149,8 @@ def refuse_by_name(model: Any) -> None:
 
 def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:
     """One pass at positions `first` to first + 7."""
-    vocabulary = int(text_config(model).vocab_size)
-    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    # Distinct tokens, away from the ends of the vocabulary where special tokens live.
-    input_ids = ((torch.arange(_N_TOKENS, device=device) * 5 + vocabulary // 3) % vocabulary)[None]
-    positions = torch.arange(first, first + _N_TOKENS, device=device)
+    input_ids = some_tokens(model, _N_TOKENS)[None]
+    positions = torch.arange(first, first + _N_TOKENS, device=input_ids.device)
     order: list[int] = []
 
     def on_layer(event: LayerTrace) -> None:
@@ -235,6 +210,8 @@ def _assign(
     if best is None:
         raise refusal(model, layer_index, "it rotates, but no module of the model holds inverse frequencies (inv_freq)")
     if best[0] > allowed:
+        _refuse_shifted_positions(model, layer_index, layer, candidates)
+    if best[0] > allowed:
         raise refusal(
             model,
             layer_index,
@@ -242,6 +219,20 @@ def _assign(
             f"allowed {allowed:.2g})",
         )
     return best[1]
+
+
+def _refuse_shifted_positions(
+    model: Any, layer_index: int, layer: _Layer, candidates: Sequence[tuple[tuple[float, ...], float]]
+) -> None:
+    """Refuse a model that numbers its tokens from another start than 0 when it is given no positions."""
+    positions, given, keys = layer.passes[0]
+    for first in (1, 2):
+        for frequencies, scaling in candidates:
+            for pairing in get_args(Pairing):
+                table = RopeTable(frequencies, 2 * len(frequencies), pairing, scaling)
+                if _error(table, positions + first, given, keys) <= tolerance(keys.dtype):
+                    reason = f"its positions start at {first} when it is given none, needed 0 as explicit positions do"
+                    raise refusal(model, layer_index, reason)
 
 
 def _error(table: RopeTable, positions: Tensor, given: tuple[Tensor, ...] | None, keys: Tensor) -> float:

@@ -48,6 +48,15 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """What a norm without weights was given and returned, and the norm itself."""
+
+    given: Tensor
+    out: Tensor
+    apply: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class LayerTrace:
     """What one layer did with one batch.
 
@@ -57,6 +66,7 @@ class LayerTrace:
         values: (B, H, T, D) as cached.
         rotations: the tensors that went through a rotary function since the layer before.
         outputs: of the modules with parameters that ran since the layer before.
+        norms: the norms without weights that ran since the layer before.
     """
 
     layer_index: int
@@ -64,6 +74,7 @@ class LayerTrace:
     values: Tensor
     rotations: tuple[Rotation, ...]
     outputs: tuple[Output, ...]
+    norms: tuple[Norm, ...] = ()
 
     def given_keys(self) -> tuple[Tensor, ...] | None:
         """What the rotary function was given as keys, (B, H, T, width), width at most D.
@@ -81,6 +92,9 @@ class LayerTrace:
                 out = rotation.out.transpose(1, 2) if swapped else rotation.out
                 if self._is_cached(out):
                     return tuple(given.transpose(1, 2) if swapped else given for given in rotation.given)
+            normed = self._normed_after(rotation)
+            if normed is not None:
+                return normed
         if self.rotations:
             raise ValueError("the cached keys are not what the rotary function returned: they are changed after the rotation")
         if self._is_projected(self.keys):
@@ -94,12 +108,26 @@ class LayerTrace:
             "its keys reach the cache by a way that cannot be seen: no rotary function ran, no projection made them"
         )
 
+    def _normed_after(self, rotation: Rotation) -> tuple[Tensor, ...] | None:
+        """Where a norm without weights ran between rotation and cache: the norm of what was rotated.
+
+        Such a norm divides by a length that no rotation changes, so it may as well come first. Whoever compares the rotation of
+        the result with the cache proves that it may.
+        """
+        for norm in self.norms:
+            given, out = norm.given, norm.out
+            swapped = out.shape != self.keys.shape
+            if torch.equal(given, rotation.out) and torch.equal(out.transpose(1, 2) if swapped else out, self.keys):
+                normed = (norm.apply(tensor) for tensor in rotation.given)
+                return tuple(tensor.transpose(1, 2) if swapped else tensor for tensor in normed)
+        return None
+
     def _is_projected(self, keys: Tensor) -> bool:
         return any(output.is_projection and _holds(output.out, keys) for output in self.outputs)
 
     def _is_cached(self, out: Tensor) -> bool:
         head = self.keys[..., : out.shape[-1]]
-        return out.shape == head.shape and torch.equal(out, head)
+        return out.shape == head.shape and torch.equal(out.to(head.dtype), head)  # a few rotate in float32
 
 
 def _by_head(states: Tensor, keys: Tensor) -> Tensor | None:
@@ -142,19 +170,26 @@ def trace(model: Any, input_ids: Tensor, on_layer: Callable[[LayerTrace], None],
     """
     rotations: list[Rotation] = []
     outputs: list[Output] = []
+    norms: list[Norm] = []
 
     def on_update(layer_index: int, keys: Tensor, values: Tensor) -> None:
-        on_layer(LayerTrace(layer_index, keys, values, tuple(rotations), tuple(outputs)))
+        on_layer(LayerTrace(layer_index, keys, values, tuple(rotations), tuple(outputs), tuple(norms)))
         rotations.clear()
         outputs.clear()
+        norms.clear()
 
     def on_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if given is not None and isinstance(out, Tensor) and out.is_floating_point():
+        if not _own(module):
+            if given is not None and _is_states(given) and _is_states(out):
+                norms.append(Norm(given, out, type(module).forward.__get__(module)))
+        elif given is not None and isinstance(out, Tensor) and out.is_floating_point():
             outputs.append(Output(given, out, given.dim() == 3 and any(weight.dim() > 1 for weight in _own(module).values())))
 
     handles = [
-        module.register_forward_hook(on_output, with_kwargs=True) for module in model.modules() if _may_make_keys(module)
+        module.register_forward_hook(on_output, with_kwargs=True)
+        for module in model.modules()
+        if _may_make_keys(module) or (not _own(module) and "norm" in type(module).__name__.lower())
     ]
     try:
         with _LOCK, _recording(model, rotations):

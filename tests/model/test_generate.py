@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from zoo import FAMILIES, UNLISTED, VOCABULARY, Family, build
+from zoo import FAMILIES, UNLISTED, VOCABULARY, Family, build, multimodal
 
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
@@ -139,20 +139,12 @@ def test_a_model_saved_with_its_cache_off(place: str) -> None:
 
 
 def test_a_nested_text_configuration_with_its_cache_off() -> None:
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     def make(use_cache: bool) -> Any:
         text = {
             "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": VOCABULARY, "head_dim": 16, "model_type": "llama", "use_cache": use_cache,
+            "num_key_value_heads": 2, "vocab_size": VOCABULARY, "use_cache": use_cache,
         }  # fmt: skip
-        vision = {
-            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 8,
-        }  # fmt: skip
-        config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=1)
-        torch.manual_seed(0)
-        return AutoModelForImageTextToText.from_config(config).eval()
+        return multimodal("llava", text, image_token_index=1)
 
     ids = prompt()
     wanted = make(True).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW)

@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from zoo import FAMILIES, REFUSED, UNLISTED, Refused, Tokenizer, build, build_refused
 
 from kvfit.errors import UnsupportedModelError
+from kvfit.model import probe as probing
+from kvfit.model.axes import refuse_several_axes
 from kvfit.model.identity import describe_model
 from kvfit.model.probe import probe
+from kvfit.model.tables import frequencies_of_sines
 
 QWEN3 = next(family for family in FAMILIES if family.name == "qwen3")
 LLAMA = next(family for family in FAMILIES if family.name == "llama")
@@ -205,3 +208,65 @@ def test_watching_leaves_the_model_as_it_was() -> None:
     with pytest.raises(UnsupportedModelError):
         probe(build_refused(next(refused for refused in REFUSED if refused.name == "hunyuan")))
     assert modeling_qwen3.apply_rotary_pos_emb is before
+
+
+# Watching, not configuration strings
+
+
+def test_three_axes_are_seen_where_no_configuration_names_them() -> None:
+    """The negative control: taken for a model of one axis, keys of one token at two such positions would differ."""
+    model = build_refused(next(refused for refused in REFUSED if refused.name == "qwen2-vl-unnamed"))
+    assert "mrope_section" not in str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    assert "several positions" in refusal_of(model)
+
+
+def test_one_axis_is_not_taken_for_several() -> None:
+    for family in FAMILIES + UNLISTED:
+        refuse_several_axes(build(family), 1031)
+
+
+def test_frequencies_come_back_from_a_table_of_sines() -> None:
+    wanted = 1.0 / 10000 ** (torch.arange(0, 64, 2) / 64)
+    angles = torch.arange(2048).float()[:, None] * wanted
+    found = frequencies_of_sines(torch.cat([angles.sin(), angles.cos()], 1))
+    assert found is not None
+    off = (torch.tensor(found) - wanted).abs()
+    assert float((off * 2048).max()) < 1e-6  # radians at the last position
+    assert frequencies_of_sines(torch.cat([angles.cos(), angles.sin()], 1)) is None
+    assert frequencies_of_sines(torch.randn(2048, 64)) is None
+    assert frequencies_of_sines(angles[:, :1]) is None
+
+
+def test_a_norm_with_weights_after_the_rotation_does_not_pass() -> None:
+    """The negative control of nanochat: weights that differ by feature do not commute with a rotation."""
+    nanochat = next(family for family in UNLISTED if family.name == "nanochat")
+    model = build(nanochat)
+    probe(model)
+    norm = model.model.layers[1].self_attn.k_norm
+    weights = 1 + 0.2 * torch.randn(16)
+    plain = type(norm).forward
+    norm.__class__ = type("WeighingNorm", (type(norm),), {"forward": lambda self, states: plain(self, states) * weights})
+    assert "nanochat, layer 1: no rotary table of the model with either pairing" in refusal_of(model)
+
+
+class Raising:
+    """A configuration whose per-layer values raise where they are asked for as one."""
+
+    def __init__(self, config: Any) -> None:
+        self.__dict__["config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("num_kv_shared_layers", "add_cross_attention", "kv_lora_rank", "cross_attention_layers"):
+            raise RuntimeError(f"{name} differs between layers")
+        return getattr(self.__dict__["config"], name)
+
+
+def test_a_configuration_that_raises_for_values_per_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvfit.model import decoder
+    from kvfit.model.decoder import setting
+
+    config = Raising(build(QWEN3).config)
+    assert setting(config, "num_kv_shared_layers") is None
+    assert setting(config, "num_attention_heads") == 4
+    monkeypatch.setattr(probing, "text_config", lambda model: Raising(decoder.text_config(model)))
+    assert probe(build(QWEN3)).n_layers == 3

@@ -1,6 +1,6 @@
 """docs/reference/supported-models.md says what the tests test: its tables are generated from the families of the zoo.
 
-Run this file (``python tests/test_supported_models.py``) to write them again.
+Run ``PYTHONPATH=tests/support python tests/model/test_supported_models.py`` to write them again.
 """
 
 from pathlib import Path
@@ -56,7 +56,7 @@ def generated(text: str) -> str:
 
 def test_the_page_is_up_to_date() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == generated(text), f"run: python tests/model/{Path(__file__).name}"
+    assert text == generated(text), f"run: PYTHONPATH=tests/support python tests/model/{Path(__file__).name}"
 
 
 if __name__ == "__main__":

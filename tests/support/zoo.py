@@ -149,6 +149,23 @@ UNLISTED = [
     Family("nemotron", "nemotron", {"partial_rotary_factor": 0.5}, rotated_width=8),
     Family("persimmon", "persimmon", {"num_key_value_heads": None, "partial_rotary_factor": 0.5}, rotated_width=8),
     Family(
+        "gptj",
+        "gptj",
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 4096, "num_key_value_heads": None},
+        pairing="interleaved",
+        rotated_width=8,
+        note="frequencies from its table of sines",
+    ),
+    Family(
+        "codegen",
+        "codegen",
+        {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 4096, "num_key_value_heads": None},
+        pairing="interleaved",
+        rotated_width=8,
+        note="frequencies from its table of sines",
+    ),
+    Family("nanochat", "nanochat", note="keys normalised, without weights, after the rotation", since="5.0"),
+    Family(
         "gpt2",
         "gpt2",
         {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 4096, "num_key_value_heads": None},
@@ -248,7 +265,7 @@ REFUSED = [
         "llama4_text",
         {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 64},
         0,
-        "chunked_attention",
+        "which keys a token sees depends on where its chunk begins",
         "chunked attention",
     ),
     Refused(
@@ -273,20 +290,30 @@ REFUSED = [
         "hunyuan", "hunyuan_v1_dense", {"head_dim": 16}, 0, "changed after the rotation", "keys normalised after the rotation"
     ),
     Refused(
-        "gptj",
-        "gptj",
-        {"n_embd": 64, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": 4096},
-        0,
-        "inv_freq",
-        "tables instead of frequencies",
-    ),
-    Refused(
         "qwen2-vl",
-        "qwen2_vl_text",
+        "qwen2_vl",
         {"rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [2, 3, 3]}},
         None,
         "several positions",
         "multimodal rotary embedding",
+    ),
+    Refused(
+        "qwen2-vl-unnamed",
+        "qwen2_vl",
+        {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128},
+        None,
+        "several positions",
+        "multimodal rotary embedding that the configuration does not name",
+    ),
+    Refused("paligemma", "paligemma", {}, 0, "its positions start at 1", "positions from 1"),
+    Refused(
+        "mimo-v2-flash",
+        "mimo_v2_flash",
+        {"head_dim": 16, "v_head_dim": 8},
+        0,
+        "needed one shape",
+        "keys and values of other sizes",
+        "5.20",
     ),
 ]
 
@@ -301,18 +328,37 @@ def build_refused(refused: Refused) -> Any:
             transformers.T5ForConditionalGeneration,
             transformers.T5Config(vocab_size=VOCABULARY, d_model=64, num_layers=2, **refused.config),
         )
-    if refused.name in ("mllama", "qwen2-vl"):
-        common = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
-                  "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
-        if refused.name == "mllama":
-            from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+    common = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}  # fmt: skip
+    if refused.name == "mllama":
+        from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
-            return _seeded(transformers.MllamaForCausalLM, MllamaTextConfig(**common, **refused.config))
-        from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
-
-        return _seeded(Qwen2VLTextModel, Qwen2VLTextConfig(**common, **refused.config))
+        return _seeded(transformers.MllamaForCausalLM, MllamaTextConfig(**common, **refused.config))
+    if refused.model_type in ("qwen2_vl", "paligemma"):
+        return multimodal(refused.model_type, {**common, **refused.config})
     return build(Family(refused.name, refused.model_type, refused.config))
+
+
+def multimodal(model_type: str, text: dict[str, Any], **config: Any) -> Any:
+    """A tiny model that reads images too: `text` for its decoder, `config` for the wrapper."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    vision = {
+        "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": text["hidden_size"], "num_heads": 2, "patch_size": 4},
+        "paligemma": {
+            "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "vision_use_head": False,
+        },
+        "llava": {
+            "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 8,
+        },
+    }[model_type]  # fmt: skip
+    more = {"paligemma": {"projection_dim": 64, "hidden_size": 64, "image_token_index": 1}}.get(model_type, {})
+    kind = {"qwen2_vl": "qwen2_vl_text", "paligemma": "gemma", "llava": "llama"}[model_type]
+    whole = {"text_config": {"model_type": kind, "head_dim": 16, **text}, "vision_config": vision, **more, **config}
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **whole)).eval()
 
 
 def _seeded(cls: Any, config: Any) -> Any:
