@@ -18,6 +18,7 @@ from kvfit.runtime.features import Columns, Runs
 from kvfit.spec import Kind, MapperSpec
 
 LEAST_SPREAD = 1e-3
+SAMPLE_ROWS = 4096  # tokens that the whiteners are made from; many more than there are directions
 
 Weights = Mapping[tuple[Kind, int], tuple[Tensor, Tensor]]
 
@@ -53,24 +54,26 @@ class Correction:
         matrices: what is trained, per (kind, target layer): matrix (r, G), and offset (G,) in its last row: (r + 1, G).
     """
 
-    def __init__(self, spec: MapperSpec, weights: Weights, basis: Tensor | None, inputs: Sequence[Tensor], rank: int) -> None:
+    def __init__(self, spec: MapperSpec, weights: Weights, inputs: Sequence[Tensor], rank: int) -> None:
         """Fit the whiteners and start at zero.
 
         Args:
             spec: of the mapper, support full.
             weights: per (kind, target layer) weight and bias, float32 on one device.
-            basis: (F, rank of the basis) or None.
-            inputs: matrices of inputs, (T, F) each, to know their spread by.
+            inputs: of examples, (T, F) each, to know their spread by.
             rank: of each correction.
         """
-        self.spec, self.weights, self.basis = spec, dict(weights), basis
-        self.runs = Columns(spec, spec.mapped_layers).runs
-        sample = torch.cat([self._seen(part[1:]) for part in inputs])
+        self.weights = dict(weights)
+        self.device = next(iter(self.weights.values()))[1].device
+        self._runs = _runs(spec)
+        rows = torch.cat([part[1:] for part in inputs])  # the first token is exact
+        every = max(1, len(rows) // SAMPLE_ROWS)
+        sample = rows[::every].to(self.device, torch.float32)
         self._whiteners: dict[Runs, tuple[Tensor, Tensor]] = {}
         self.matrices: dict[tuple[Kind, int], Tensor] = {}
         self._spread: dict[tuple[Kind, int], Tensor] = {}
         for key, (weight, bias) in self.weights.items():
-            runs = self._read(key)
+            runs = self._runs[key]
             read = _columns(sample, runs)
             if runs not in self._whiteners:
                 self._whiteners[runs] = whitener(read, rank)
@@ -78,20 +81,13 @@ class Correction:
             n_rows = self._whiteners[runs][1].shape[1] + 1
             self.matrices[key] = torch.zeros(n_rows, len(bias), device=bias.device, requires_grad=True)
 
-    def _seen(self, inputs: Tensor) -> Tensor:
-        inputs = inputs.to(next(iter(self.weights.values()))[1].device)
-        return inputs if self.basis is None else inputs @ self.basis
-
-    def _read(self, key: tuple[Kind, int]) -> Runs:
-        return self.runs[key] if self.basis is None else ((0, self.basis.shape[1]),)
-
     def outputs(self, inputs: Tensor) -> dict[tuple[Kind, int], Tensor]:
         """Every map's corrected outputs, (B, T, G), of inputs (B, T, F); gradients reach `matrices`."""
-        seen = self._seen(inputs)
+        seen = inputs.to(self.device, torch.float32)
         whitened: dict[Runs, Tensor] = {}
         out = {}
         for key, (weight, bias) in self.weights.items():
-            runs, matrix = self._read(key), self.matrices[key]
+            runs, matrix = self._runs[key], self.matrices[key]
             read = _columns(seen, runs)
             if runs not in whitened:
                 mean, projection = self._whiteners[runs]
@@ -104,11 +100,18 @@ class Correction:
         """Weights and biases of the plain maps that do the same."""
         out = {}
         for key, (weight, bias) in self.weights.items():
-            mean, projection = self._whiteners[self._read(key)]
+            mean, projection = self._whiteners[self._runs[key]]
             matrix = self.matrices[key]
             change = (projection @ matrix[:-1]) * self._spread[key]
             out[key] = (weight + change, bias + matrix[-1] * self._spread[key] - mean @ change)
         return out
+
+
+def _runs(spec: MapperSpec) -> Mapping[tuple[Kind, int], Runs]:
+    """The columns that each map reads of the inputs of examples."""
+    if spec.rank is None:
+        return Columns(spec, spec.mapped_layers).runs
+    return {(entry.kind, entry.layer_index): ((0, spec.rank),) for entry in spec.layers}
 
 
 def _columns(inputs: Tensor, runs: Runs) -> Tensor:

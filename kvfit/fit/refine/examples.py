@@ -31,7 +31,8 @@ class Example:
 
     Attributes:
         ids: (T,).
-        inputs: (T, F) the columns that any map reads, in the order of `kvfit.runtime.features.Columns`.
+        inputs: (T, F) the columns that any map reads, in the order of `kvfit.runtime.features.Columns`; under a shared basis
+            what it makes of them, (T, r). In the target's dtype.
         exact: per target layer the target's own keys and values of what is not mapped: all tokens of a layer before the first
             mapped one, the first token of every other; (1, H, T or 1, D).
         likely: (T, K) the likeliest next tokens after each token, with the target's own cache.
@@ -46,7 +47,9 @@ class Example:
 
 
 @torch.no_grad()
-def examples(spec: MapperSpec, source: Any, target: Any, sequences: Iterable[Tensor]) -> list[Example]:
+def examples(
+    spec: MapperSpec, source: Any, target: Any, sequences: Iterable[Tensor], basis: Tensor | None = None
+) -> list[Example]:
     """Run both models over sequences of one length.
 
     Args:
@@ -54,23 +57,26 @@ def examples(spec: MapperSpec, source: Any, target: Any, sequences: Iterable[Ten
         source: the loaded source.
         target: the loaded target.
         sequences: each (T,) token ids.
+        basis: the mapper's shared basis, float32.
     """
     found = []
-    columns = Columns(spec, spec.mapped_layers)
+    columns, dtype = Columns(spec, spec.mapped_layers), caches.cache_dtype(target)
     for ids in sequences:
         read = Activations(source, spec.source, range(len(ids)))(ids[None])
         cache = caches.full_cache()
         logits = caches.forward(target, ids[None].to(input_device(target)), cache)[0].float()
         pairs = caches.read_cache(cache)
         blocks = [read[kind][layer_index][0] for kind in KINDS for layer_index in columns.read[kind]]
-        inputs = torch.cat([block.float().cpu() for block in [*blocks, *_lexical(spec, *pairs[0])]], 1)
+        inputs = torch.cat([block.float().to(logits.device) for block in [*blocks, *_lexical(spec, *pairs[0])]], 1)
+        if basis is not None:
+            inputs = inputs @ basis.to(inputs.device)
         first_mapped = spec.mapped_layers.start
         exact = [
             tuple(half[:, :, : len(ids) if index < first_mapped else 1].cpu() for half in pair)
             for index, pair in enumerate(pairs)
         ]
         likely, log_probs = _likeliest(logits)
-        found.append(Example(ids, inputs, exact, likely.cpu(), log_probs.cpu()))  # type: ignore[arg-type]
+        found.append(Example(ids, inputs.to(dtype).cpu(), exact, likely.cpu(), log_probs.cpu()))  # type: ignore[arg-type]
     return found
 
 

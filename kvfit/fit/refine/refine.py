@@ -175,20 +175,20 @@ class _Job:
 
     def run(self, taken: Sequence[tuple[Tensor, tuple[str, ...]]], out: Path) -> Refined:
         """Train, compare, and write what is better."""
-        found = examples(self.spec, self.source, self.target, (ids for ids, _ in taken))
+        device = input_device(self.target)
+        basis = self.opened.basis(device=device, dtype=torch.float32)
+        found = examples(self.spec, self.source, self.target, (ids for ids, _ in taken), basis)
         # Every so-manieth sequence, so that each text is on both sides.
         places = torch.linspace(0, len(found) - 1, self.options.n_holdout).round().long().tolist()
         holdout = [found[place] for place in places]
         fit = [example for place, example in enumerate(found) if place not in set(places)]
-        device = input_device(self.target)
         weights = {
             (entry.kind, entry.layer_index): self.opened.layer(
                 entry.kind, entry.layer_index, device=device, dtype=torch.float32
             )
             for entry in self.spec.layers
         }
-        basis = self.opened.basis(device=device, dtype=torch.float32)
-        correction = Correction(self.spec, weights, basis, [example.inputs for example in fit], self.options.rank)
+        correction = Correction(self.spec, weights, [example.inputs for example in fit], self.options.rank)
         looks = train(correction, self.continuation, fit, holdout, self.options.schedule, progress=self.progress)
         before = self.judged(Mapper.from_bundle(replace(self.opened, evaluation=None)), holdout)
         refined = correction.folded()

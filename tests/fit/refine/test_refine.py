@@ -99,8 +99,8 @@ def test_training_and_use_see_the_same_maps(loaded: Any, identity: Mapper) -> No
     side = identity.spec.source
     spec = made_mappers.mapper_spec(side, side, [range(4)] * 4, inputs="both", lexical_lags=(0, 2), rank=40)
     mapper = made_mappers.random_mapper(spec)
-    found = example_of(spec, loaded)
-    correction = Correction(spec, mapper._weights, mapper._basis, [found.inputs], 8)
+    found = example_of(spec, loaded, mapper._basis)
+    correction = Correction(spec, mapper._weights, [found.inputs], 8)
     made = Continuation(spec, loaded.model).cache(correction.outputs(found.inputs[None, :40]), [found], 40)
     cache = caches.full_cache()
     caches.forward(loaded.model, found.ids[None, :40], cache, base=True)
@@ -110,20 +110,20 @@ def test_training_and_use_see_the_same_maps(loaded: Any, identity: Mapper) -> No
             torch.testing.assert_close(ours[half].detach(), theirs[half], atol=2e-3, rtol=1e-3)
 
 
-def example_of(spec: MapperSpec, loaded: Any, n_tokens: int = 64) -> Example:
-    ids = torch.arange(3, 3 + 7 * n_tokens, 7) % 1900
-    return examples(spec, loaded.model, loaded.model, [ids])[0]
+def example_of(spec: MapperSpec, loaded: Any, basis: Tensor | None = None) -> Example:
+    ids = torch.arange(3, 3 + 7 * 64, 7) % 1900
+    return examples(spec, loaded.model, loaded.model, [ids], basis)[0]
 
 
 def test_folding_a_correction_changes_nothing(loaded: Any, identity: Mapper) -> None:
     found = example_of(identity.spec, loaded)
-    correction = Correction(identity.spec, identity._weights, None, [found.inputs], 16)
+    correction = Correction(identity.spec, identity._weights, [found.inputs], 16)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for matrix in correction.matrices.values():
             matrix.normal_(generator=generator)
     corrected = correction.outputs(found.inputs[None])
-    folded = Correction(identity.spec, correction.folded(), None, [found.inputs], 16).outputs(found.inputs[None])
+    folded = Correction(identity.spec, correction.folded(), [found.inputs], 16).outputs(found.inputs[None])
     for key, output in corrected.items():
         assert not torch.allclose(output, found.inputs[None] @ torch.zeros(found.inputs.shape[1], 1), atol=1e-3)
         torch.testing.assert_close(folded[key], output, atol=1e-3, rtol=1e-3)
@@ -133,7 +133,7 @@ def test_gradients_reach_every_correction_and_no_model(loaded: Any, identity: Ma
     loaded.model.requires_grad_(False)
     found = example_of(identity.spec, loaded)
     spoiled = {key: (weight * 0.7, bias) for key, (weight, bias) in identity._weights.items()}
-    correction = Correction(identity.spec, spoiled, None, [found.inputs], 16)
+    correction = Correction(identity.spec, spoiled, [found.inputs], 16)
     continuation = Continuation(identity.spec, loaded.model)
     cache = continuation.cache(correction.outputs(found.inputs[None, :32]), [found], 32)
     continuation.divergence(cache, [found], 32, 16).backward()
@@ -147,7 +147,7 @@ def test_the_divergence_of_the_exact_map_is_zero_and_of_a_spoiled_one_is_not(loa
 
     def kl(factor: float) -> float:
         weights = {key: (weight * factor, bias) for key, (weight, bias) in identity._weights.items()}
-        return holdout_divergence(Correction(identity.spec, weights, None, [found.inputs], 4), continuation, [found], SCHEDULE)
+        return holdout_divergence(Correction(identity.spec, weights, [found.inputs], 4), continuation, [found], SCHEDULE)
 
     assert abs(kl(1.0)) < 1e-4
     assert kl(0.5) > 0.01
