@@ -10,8 +10,8 @@ from kvfit.bundle.bundle import Bundle
 from kvfit.bundle.files import require_free, require_writable, whole_folder
 from kvfit.errors import GateError, MismatchError, OptionError
 from kvfit.hub.load import resolve
-from kvfit.interop.artifact import write_artifact
-from kvfit.interop.semantic_router import make_mapper_id, state
+from kvfit.interop.router_folder import write_router_folder
+from kvfit.interop.semantic_router import make_mapper_id, router_manifest
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Exported:
         ref: the bundle, as asked for.
         out: the folder.
         format: its layout.
-        mapper_id: what a router calls the mapper.
-        verdict: of the bundle's evaluation, which the layout has no place for.
+        mapper_id: the mapper's name for a router.
+        verdict: of the bundle's evaluation; the layout has no place for it.
         nbytes: bytes of all files.
     """
 
@@ -56,14 +56,14 @@ def export_bundle(
         ref: a folder, or ``org/name[@revision]``.
         out: where to; must not exist.
         format: the layout.
-        bundle_version: number of this fit of the pair, the end of its mapper id.
-        require: ``pass`` refuses a bundle whose evaluation failed, because no layout but kvfit's tells so; ``any`` writes it.
+        bundle_version: number of this fit of the pair; the last part of the mapper id.
+        require: ``pass`` refuses a bundle whose evaluation failed, because the layout cannot record that; ``any`` writes it.
 
     Raises:
-        MismatchError: the mapper holds something that the layout cannot say; names the field.
+        MismatchError: the layout cannot hold something of the mapper; names the field.
         GateError: the verdict is ``fail``.
-        RefError: no such bundle.
-        BundleError: the bundle is not sound, or the folder exists.
+        RefError: there is no such bundle.
+        BundleError: the bundle is damaged, or the folder exists.
     """
     if format != "semantic-router":
         raise MismatchError(f"export: found format {format!r}, needed semantic-router")
@@ -75,14 +75,14 @@ def export_bundle(
     bundle = Bundle.open(resolve(ref))
     if bundle.verdict == "fail" and require == "pass":
         raise GateError(
-            f"bundle {ref}: its evaluation failed, which {format}'s layout cannot say; improve it, or export it anyway with"
+            f"bundle {ref}: its evaluation failed, which {format}'s layout cannot record; improve it, or export it anyway with"
             " --any (require='any')"
         )
     mapper_id = make_mapper_id(bundle.spec, bundle_version)
     try:
-        state(bundle.spec, mapper_id)  # before anything is written
+        router_manifest(bundle.spec, mapper_id)  # before anything is written
     except MismatchError as error:
         raise MismatchError(f"bundle {ref}: {format}'s layout cannot hold this mapper: {error}") from None
     with whole_folder(destination) as temporary:
-        nbytes = write_artifact(temporary, bundle, mapper_id)
+        nbytes = write_router_folder(temporary, bundle, mapper_id)
     return Exported(str(ref), str(out), format, mapper_id, bundle.verdict, nbytes)

@@ -1,6 +1,8 @@
-"""What semantic-router's manifest says of a fitted mapper, and what a `MapperSpec` holds that it cannot say.
+"""The manifest of a mapper in semantic-router's layout, from and to a `MapperSpec`.
 
-Which rule is public and which is kvfit's own decision: ``docs/reference/semantic-router.md``. Files: `kvfit.interop.artifact`.
+The layout cannot hold everything that a `MapperSpec` can; what it cannot hold is refused by the name of the field.
+``docs/reference/semantic-router.md`` says which rules are public and which are kvfit's own. The files are read and written by
+`kvfit.interop.router_folder`.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Compatibility:
 
 
 @dataclass(frozen=True)
-class Statement:
+class RouterManifest:
     """The fields of ``manifest.json`` that say which map the folder holds.
 
     Attributes:
@@ -72,12 +74,12 @@ class Statement:
         compatibility: which deployment it is for.
         topk: source layers that each target layer reads.
         ridge_alpha: the penalty, for people.
-        centered_inputs: the bias was fitted; the map is ``x @ W + b``.
+        centered_inputs: inputs and outputs were centred for the fit, and the means are in the bias: the map is ``x @ W + b``.
         rope_stripped_on_keys: whether the maps of keys work on keys without their rotation.
         evaluation_report: name of a report, None for none.
         schema_version: of the layout.
-        source_layers_per_target: per target layer the source layers that its keys and its values read, in the order of the
-            rows of ``W``.
+        source_layers_per_target: the source layers that keys and values of each target layer read, in the order of the rows
+            of ``W``.
     """
 
     mapper_id: str
@@ -101,11 +103,11 @@ class Statement:
                 raise SpecError(f"{_LISTS}.k.{index}", str(list(layers))[:80], f"{self.topk} different layers, as topk says")
 
 
-def state(spec: MapperSpec, mapper_id: str) -> Statement:
-    """What the layout says of a mapper.
+def router_manifest(spec: MapperSpec, mapper_id: str) -> RouterManifest:
+    """The manifest of a mapper.
 
     Raises:
-        MismatchError: the mapper holds something that the layout cannot say; names the field.
+        MismatchError: the layout cannot hold something of the mapper; names the field.
     """
     _check_models(spec)
     _check_maps(spec)
@@ -124,7 +126,7 @@ def state(spec: MapperSpec, mapper_id: str) -> Statement:
             num_kv_heads=source.n_heads,
             head_dim=source.head_dim,
         )
-        return Statement(
+        return RouterManifest(
             mapper_id=mapper_id,
             compatibility=compatibility,
             topk=len(spec.layers[0].source_layers),
@@ -140,7 +142,7 @@ def state(spec: MapperSpec, mapper_id: str) -> Statement:
 
 
 def make_mapper_id(spec: MapperSpec, bundle_version: int) -> str:
-    """The name that semantic-router's own tools would give to this mapper, with the models' names for the pair."""
+    """The name that semantic-router's own tools would give this mapper; its first part is made from the models' names."""
     models = (spec.source, spec.target)
     pair = "-".join(re.sub(r"[^a-z0-9.]+", "-", model.ref.rpartition("/")[2].lower()).strip("-") for model in models)
     commits = f"s{spec.source.revision}-t{spec.target.revision}"
@@ -148,30 +150,30 @@ def make_mapper_id(spec: MapperSpec, bundle_version: int) -> str:
     return f"{pair}-full_head-{precision}-tp1-h{spec.source.n_heads}-{commits}-b{bundle_version}"
 
 
-def statement_to_json(statement: Statement) -> dict[str, Any]:
+def router_manifest_to_json(manifest: RouterManifest) -> dict[str, Any]:
     """The fields as ``manifest.json`` has them."""
-    content: dict[str, Any] = to_json(statement)
+    content: dict[str, Any] = to_json(manifest)
     lists = {str(index): layers for index, layers in enumerate(content[_LISTS])}
     return content | {_LISTS: dict.fromkeys(LETTERS.values(), lists)}
 
 
-def statement_from_json(content: dict[str, Any]) -> Statement:
-    """The fields that `statement_to_json` gave, or that another program wrote.
+def read_router_manifest(content: dict[str, Any]) -> RouterManifest:
+    """Read the fields of ``manifest.json``.
 
     Raises:
-        SpecError: unknown or missing keys, another type, or a value that kvfit cannot follow; names the field.
+        SpecError: an unknown or missing key, a value of another type, or one that kvfit does not support; names the field.
     """
-    # What the layout's own reader takes where a folder says nothing.
+    # The defaults of the layout's own reader.
     content = {"evaluation_report": None, "schema_version": 1} | content
-    return from_json(Statement, content | {_LISTS: _read_lists(content.get(_LISTS))})
+    return from_json(RouterManifest, content | {_LISTS: _read_lists(content.get(_LISTS))})
 
 
-def contradiction(found: Statement, needed: Statement) -> tuple[str, object, object] | None:
-    """The first field, with both values, in which two statements name different maps; None where they do not."""
+def first_difference(found: RouterManifest, needed: RouterManifest) -> tuple[str, object, object] | None:
+    """The first field, with both values, in which two manifests describe different maps; None where they agree."""
     pairs = [(name, getattr(found, name), getattr(needed, name)) for name in vars(needed) if name != "compatibility"]
     ours, theirs = found.compatibility, needed.compatibility
     pairs += [(f"compatibility.{name}", getattr(ours, name), getattr(theirs, name)) for name in vars(theirs)]
-    # A router may rename a mapper, and a report may be added to it: it stays the same map.
+    # The map stays the same when a router renames it or adds a report.
     free = ("mapper_id", "evaluation_report")
     return next((pair for pair in pairs if pair[1] != pair[2] and pair[0] not in free), None)
 
@@ -200,62 +202,64 @@ def _check_name(field: str, name: str) -> None:
 
 
 def _check_maps(spec: MapperSpec) -> None:
-    """Refuse maps of another form than one matrix per kind and target layer over the same number of shared source layers."""
+    """Refuse what is not one matrix per kind and target layer over the same number of source layers, shared by both kinds."""
     if spec.lexical_lags:
-        raise _unsayable(
+        raise _not_expressible(
             "lexical_lags", list(spec.lexical_lags), "none: the layout maps every target layer from the source alone"
         )
     if spec.rank is not None:
-        raise _unsayable("rank", spec.rank, "none: the layout has no place for a shared basis; solve without --rank")
+        raise _not_expressible("rank", spec.rank, "none: the layout has no place for a shared basis; solve without --rank")
     if spec.support != "full":
-        raise _unsayable("support", spec.support, "full: the layout has one matrix over all heads; solve with --support full")
+        raise _not_expressible(
+            "support", spec.support, "full: the layout has one matrix over all heads; solve with --support full"
+        )
     if spec.inputs != "same":
-        raise _unsayable("inputs", spec.inputs, "same: the layout has no keys from values; solve with --inputs same")
+        raise _not_expressible("inputs", spec.inputs, "same: the layout has no keys from values; solve with --inputs same")
     topk = len(spec.layers[0].source_layers)
     for index in range(spec.target.n_layers):
         keys, values = (spec.layer(kind, index).source_layers for kind in KINDS)
         where = f"layers[{2 * index}].source_layers"
         if len(keys) != topk:
-            raise _unsayable(
+            raise _not_expressible(
                 where, f"{len(keys)} layers", f"{topk} as in layer 0: the layout has one topk; solve with --top-k N"
             )
         if keys != values:
             where = f"layers[{2 * index + 1}].source_layers"
             needed = f"{list(keys)} as for the keys: the layout's reader wants one list for both; solve with --shared-layers"
-            raise _unsayable(where, list(values), needed)
+            raise _not_expressible(where, list(values), needed)
 
 
 def _check_models(spec: MapperSpec) -> None:
-    """Refuse models that differ in what the layout has one field for, or that hold what it has none for."""
+    """Refuse models that differ where the layout has one field for both, or that need a field which it does not have."""
     source, target = spec.source, spec.target
     for name in ("n_heads", "head_dim", "dtype"):
         if getattr(source, name) != getattr(target, name):
             needed = f"{getattr(source, name)} as in the source: the layout has one for both models"
-            raise _unsayable(f"target.{name}", getattr(target, name), needed)
+            raise _not_expressible(f"target.{name}", getattr(target, name), needed)
     if source.dtype not in PRECISIONS:
-        raise _unsayable("source.dtype", source.dtype, f"one of {', '.join(PRECISIONS)}")
+        raise _not_expressible("source.dtype", source.dtype, f"one of {', '.join(PRECISIONS)}")
     for role, model in (("source", source), ("target", target)):
         if not is_repository(model.ref):
-            raise _unsayable(
+            raise _not_expressible(
                 f"{role}.ref", repr(model.ref), "org/name on the Hub: the layout names a model by that and a commit"
             )
         if model.revision is None or not _COMMIT.fullmatch(model.revision):
             needed = "a commit hash of 40 hexadecimal digits: the layout has no other fingerprint of a model"
-            raise _unsayable(f"{role}.revision", model.revision, needed)
+            raise _not_expressible(f"{role}.revision", model.revision, needed)
         if model.quantisation is not None:
-            raise _unsayable(f"{role}.quantisation", model.quantisation, "none: the layout has no place for it")
+            raise _not_expressible(f"{role}.quantisation", model.quantisation, "none: the layout has no place for it")
         for layer_index, window in enumerate(model.windows):
             if window is not None:
-                raise _unsayable(
+                raise _not_expressible(
                     f"{role}.windows[{layer_index}]", window, "full attention: the layout has no place for windows"
                 )
-        if not spec.keys_rotated and not _turns_plainly(model):
+        if not spec.keys_rotated and not _rotates_plainly(model):
             needed = "one plain table for all layers: the layout has no place for a table and its reader knows no other"
-            raise _unsayable(f"{role}.rope", "partial, interleaved, scaled or mixed rotation", needed)
+            raise _not_expressible(f"{role}.rope", "partial, interleaved, scaled or mixed rotation", needed)
 
 
-def _turns_plainly(model: ModelSpec) -> bool:
-    """Whether every layer turns features i and i + D/2 of position p by ``p * theta ** (-2 i / D)``, for one theta."""
+def _rotates_plainly(model: ModelSpec) -> bool:
+    """Whether every layer rotates features i and i + D/2 of position p by ``p * theta ** (-2 i / D)``, for one theta."""
     if set(model.rope.assignment) != {0} or len(model.rope.tables) != 1:
         return False
     table = model.rope.tables[0]
@@ -265,9 +269,9 @@ def _turns_plainly(model: ModelSpec) -> bool:
     if min(frequencies) <= 0:
         return False
     ratio = frequencies[-1] ** (1 / max(half - 1, 1))  # theta ** (-2 / D)
-    # Models compute the table in float32; a scaling changes some frequency by far more than this.
+    # The tolerance allows for models that compute the table in float32; any scaling changes some frequency far more.
     return all(abs(found / ratio**plane - 1) < 1e-5 for plane, found in enumerate(frequencies))
 
 
-def _unsayable(field: str, found: object, needed: str) -> MismatchError:
+def _not_expressible(field: str, found: object, needed: str) -> MismatchError:
     return MismatchError(f"field {field}: found {str(found)[:100]}, needed {needed}")

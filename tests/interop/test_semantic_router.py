@@ -197,7 +197,7 @@ def test_a_program_that_knows_only_the_layout_transfers_alike(tmp_path: Path, ke
 APART = tuple(
     LayerMap(kind, t, (0, 1) if kind == "keys" or t < 2 else (1, 2), 0.0, 0.0, 0.0) for t in range(4) for kind in KINDS
 )
-UNSAYABLE: dict[str, tuple[dict[str, Any], str]] = {
+NOT_EXPRESSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "maps per head": ({"support": "head"}, r"support: found head, needed full"),
     "keys from values": ({"inputs": "both"}, r"inputs: found both, needed same"),
     "a shared basis": (
@@ -252,9 +252,9 @@ UNSAYABLE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNSAYABLE)
+@pytest.mark.parametrize("case", NOT_EXPRESSIBLE)
 def test_what_the_layout_cannot_say_is_refused_by_field(tmp_path: Path, case: str) -> None:
-    changes, message = UNSAYABLE[case]
+    changes, message = NOT_EXPRESSIBLE[case]
     bundle = make(tmp_path / "bundle", pair(**changes))
     with pytest.raises(MismatchError, match=f"field {message}") as caught:
         export_bundle(bundle, tmp_path / "router")

@@ -18,9 +18,9 @@ from router_folders import COMMITS, edit, make, pair
 
 from kvfit.bundle.bundle import Bundle, write_bundle
 from kvfit.errors import BundleError, KvfitError
-from kvfit.interop.artifact import Artifact
 from kvfit.interop.export_bundle import export_bundle
 from kvfit.interop.import_bundle import import_bundle
+from kvfit.interop.router_folder import RouterFolder
 
 HOSTILE: dict[str, tuple[Callable[[Path], None], str, bool]] = {}
 
@@ -338,15 +338,15 @@ def test_more_digits_than_the_dtype_has_are_refused(tmp_path: Path) -> None:
 def test_weights_that_change_while_they_are_read_are_refused(tmp_path: Path, sound: Path) -> None:
     folder = tmp_path / "router"
     shutil.copytree(sound, folder)
-    artifact = Artifact.open(folder)
-    spec = artifact.own_spec()
+    opened = RouterFolder.open(folder)
+    spec = opened.own_spec()
     assert spec is not None
-    stream = artifact.weights(spec)
+    stream = opened.weights(spec)
     next(stream)
     shutil.copy(folder / "weights.safetensors", tmp_path / "other")
     os.replace(tmp_path / "other", folder / "weights.safetensors")
     with pytest.raises(BundleError, match="changed since it was opened"):
-        write_bundle(tmp_path / "back", spec, artifact.weights(spec), recipe={}, solve={})
+        write_bundle(tmp_path / "back", spec, opened.weights(spec), recipe={}, solve={})
     with pytest.raises(BundleError, match="changed since it was opened"):
         list(stream)
     assert not (tmp_path / "back").exists()

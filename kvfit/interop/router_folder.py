@@ -1,6 +1,6 @@
-"""A fitted mapper as a folder in semantic-router's layout: opened, checked, read and written.
+"""Read and write a mapper as a folder in semantic-router's layout, with the checks that `kvfit.bundle` makes of a bundle.
 
-The counterpart of `kvfit.bundle.bundle` for that layout, and as strict. What its fields mean: `kvfit.interop.semantic_router`.
+What the fields of its ``manifest.json`` mean is in `kvfit.interop.semantic_router`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvfit.bundle import manifest, mapper_json, records
+from kvfit.bundle import manifest as sums
+from kvfit.bundle import mapper_json, records
 from kvfit.bundle import weights as shards
 from kvfit.bundle.bundle import Bundle
 from kvfit.bundle.files import write_file
 from kvfit.errors import BundleError, MismatchError
-from kvfit.interop.semantic_router import LETTERS, Statement, contradiction, state, statement_from_json, statement_to_json
+from kvfit.interop.semantic_router import (
+    LETTERS,
+    RouterManifest,
+    first_difference,
+    read_router_manifest,
+    router_manifest,
+    router_manifest_to_json,
+)
 from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec, SpecError, read_mapper_spec, to_json
 
 MANIFEST = "manifest.json"
@@ -29,28 +37,28 @@ MAX_MANIFEST = 48 << 20  # holds a recipe.json and a solve.json of the largest s
 
 
 @dataclass(frozen=True)
-class Artifact:
+class RouterFolder:
     """A folder that was opened and checked. Weights stay on disk until `weights` is read.
 
     Attributes:
         folder: where it is.
-        statement: which map it holds.
-        calibration: how it was fitted, as its author tells it.
-        own: what kvfit wrote beside the layout; None in a folder that others made.
+        manifest: which map it holds.
+        calibration: how it was fitted, in its author's words.
+        own: what kvfit added to the layout; None in a folder that another program wrote.
     """
 
     folder: Path
-    statement: Statement
+    manifest: RouterManifest
     calibration: dict[str, Any] = field(repr=False)
     own: dict[str, Any] | None = field(repr=False)
     _stamp: tuple[int, int, int] = field(repr=False)
 
     @classmethod
-    def open(cls, folder: str | Path) -> Artifact:
-        """Open a folder and check all of it but whether weights are finite, which is checked when they are read.
+    def open(cls, folder: str | Path) -> RouterFolder:
+        """Open a folder and check everything except that the weights are finite, which is checked when they are read.
 
         Raises:
-            BundleError: anything that the page of the layout does not allow; names the file and the field.
+            BundleError: something that the page of the layout does not allow; names the file and the field.
         """
         path = Path(folder)
         try:
@@ -62,32 +70,35 @@ class Artifact:
             raise BundleError(f"{where} cannot be read ({error.strerror})") from None
 
     @classmethod
-    def _open(cls, folder: Path) -> Artifact:
+    def _open(cls, folder: Path) -> RouterFolder:
         if not folder.is_dir():
             raise BundleError("no such folder")
-        digests = _read_sums(manifest.read_small(folder, manifest.MANIFEST, manifest.MAX_MANIFEST))
-        manifest.check_folder(folder, digests)
-        text = manifest.read_small(folder, MANIFEST, MAX_MANIFEST)
-        manifest.check_digest(folder / MANIFEST, hashlib.sha256(text).hexdigest(), digests)
-        content = manifest.parse_record(MANIFEST, text)
+        digests = _read_sums(sums.read_small(folder, sums.MANIFEST, sums.MAX_MANIFEST))
+        sums.check_folder(folder, digests)
+        text = sums.read_small(folder, MANIFEST, MAX_MANIFEST)
+        sums.check_digest(folder / MANIFEST, hashlib.sha256(text).hexdigest(), digests)
+        content = sums.parse_record(MANIFEST, text)
         calibration, own = content.pop("calibration", {}), content.pop("kvfit", None)
         for name, value in (("calibration", calibration), ("kvfit", {} if own is None else own)):
             if not isinstance(value, dict):
                 raise BundleError(f"file {MANIFEST}, field {name}: found {type(value).__name__}, needed an object")
         try:
-            statement = statement_from_json(content)
+            manifest = read_router_manifest(content)
         except SpecError as error:
             raise BundleError(f"file {MANIFEST}, {records.one_line(error)}") from None
-        stamp = manifest.stamp(folder / WEIGHTS)
-        _check_tensors(statement, shards.read_header(folder / WEIGHTS))
-        manifest.check_digests(folder, (WEIGHTS,), digests)
-        return cls(folder, statement, calibration, own, stamp)
+        stamp = sums.stamp(folder / WEIGHTS)
+        _check_tensors(manifest, shards.read_header(folder / WEIGHTS))
+        sums.check_digests(folder, (WEIGHTS,), digests)
+        return cls(folder, manifest, calibration, own, stamp)
 
     def own_spec(self) -> MapperSpec | None:
-        """The spec that kvfit wrote into the folder, once it says the same as the rest; None where there is none.
+        """The spec that kvfit wrote into the folder, after checking that it agrees with the layout's own fields.
+
+        Returns:
+            The spec, or None for a folder that another program wrote.
 
         Raises:
-            BundleError: it cannot be read, or contradicts the layout's own fields; names the field.
+            BundleError: the spec cannot be read, or differs from the layout's own fields; names the field.
         """
         if self.own is None:
             return None
@@ -100,29 +111,29 @@ class Artifact:
         mapper_json.check_version(self.own["mapper"], f"{where} kvfit.mapper")
         try:
             spec = read_mapper_spec(self.own["mapper"])
-            needed = state(spec, self.statement.mapper_id)
+            needed = router_manifest(spec, self.manifest.mapper_id)
         except (SpecError, MismatchError) as error:
             raise BundleError(f"{where} kvfit.mapper, {records.one_line(error)}") from None
-        differing = contradiction(self.statement, needed)
+        differing = first_difference(self.manifest, needed)
         if differing is not None:
-            name, found, said = (str(part)[:100] for part in differing)
-            raise BundleError(f"{where} {name}: found {found}, needed {said} as field kvfit.mapper says")
+            name, found, wanted = (str(part)[:100] for part in differing)
+            raise BundleError(f"{where} {name}: found {found}, needed {wanted} as field kvfit.mapper says")
         return spec
 
     def weights(self, spec: MapperSpec) -> Iterator[tuple[Kind, int, Tensor, Tensor]]:
-        """(kind, target layer, weight, bias) in the order of ``spec.layers``, one at a time.
+        """Yield (kind, target layer, weight, bias) in the order of ``spec.layers``.
 
-        The rows of ``W`` come in the order in which the folder lists the source layers; those of a weight ascend.
+        The folder orders the rows of ``W`` as it lists the source layers; a bundle's weight has them ascending.
 
         Args:
-            spec: of this folder's map; its dtype is what the folder's float32 become.
+            spec: of this folder's map; the folder's float32 are converted to its dtype.
 
         Raises:
-            BundleError: a value that is not finite or not one of the dtype, or a file that changed meanwhile.
+            BundleError: a value is not finite, or the dtype cannot hold it exactly, or the file changed meanwhile.
         """
         where = f"semantic-router folder {self.folder}: file {WEIGHTS}"
         dtype = shards.TORCH_DTYPES[shards.STORED[spec.dtype]]
-        width = self.statement.compatibility.width
+        width = self.manifest.compatibility.width
         try:
             with safe_open(self.folder / WEIGHTS, framework="pt") as stream:
                 for entry in spec.layers:
@@ -131,7 +142,7 @@ class Artifact:
                     for part, tensor in (("W", stored), ("b", bias)):
                         if not torch.isfinite(tensor).all():
                             raise BundleError(f"{where}, tensor {name}.{part}: holds NaN or infinite values; fit again")
-                    listed = self.statement.source_layers_per_target[entry.layer_index]
+                    listed = self.manifest.source_layers_per_target[entry.layer_index]
                     ascending = sorted(range(len(listed)), key=listed.__getitem__)
                     rows = stored.reshape(len(listed), width, width)[ascending].reshape(stored.shape)  # (k * H * D, H * D)
                     weight = rows.to(dtype)
@@ -139,38 +150,38 @@ class Artifact:
                         needed = f"only {spec.dtype} as field kvfit.mapper.dtype says"
                         raise BundleError(f"{where}, tensor {name}.W: holds a value of more digits, needed {needed}")
                     yield entry.kind, entry.layer_index, weight, bias
-            if manifest.stamp(self.folder / WEIGHTS) != self._stamp:
+            if sums.stamp(self.folder / WEIGHTS) != self._stamp:
                 raise BundleError(f"{where}: changed since it was opened; try again once nobody writes it")
         except (OSError, SafetensorError) as error:
             raise BundleError(f"{where}: cannot be read ({records.one_line(error, 200)})") from None
 
 
-def write_artifact(folder: Path, bundle: Bundle, mapper_id: str) -> int:
-    """Write the files of the layout into an empty folder.
+def write_router_folder(folder: Path, bundle: Bundle, mapper_id: str) -> int:
+    """Write the files of the layout into an empty folder. The layout has one weight file, so all weights are in memory at once.
 
     Returns:
-        Their bytes.
+        The size of all files in bytes.
 
     Raises:
-        MismatchError: the layout cannot say this mapper; names the field.
+        MismatchError: the layout cannot hold this mapper; names the field.
         BundleError: the bundle cannot be read.
     """
-    statement = state(bundle.spec, mapper_id)
-    content = statement_to_json(statement) | {
+    manifest = router_manifest(bundle.spec, mapper_id)
+    content = router_manifest_to_json(manifest) | {
         "calibration": bundle.recipe,
         # A version 1 spec in memory has the fields of version 2, so it is written as version 2.
         "kvfit": {"mapper": to_json(replace(bundle.spec, format_version=FORMAT_VERSION)), "solve": bundle.solve},
     }
-    text = manifest.dump_record(MANIFEST, content)
+    text = sums.dump_record(MANIFEST, content)
     if len(text) > MAX_MANIFEST:
         raise MismatchError(
             f"file {MANIFEST}: {len(text)} bytes with recipe.json and solve.json, needed at most {MAX_MANIFEST}"
         )
     digests = {MANIFEST: write_file(folder / MANIFEST, text)}
-    digests[WEIGHTS] = shards.write_shard(folder / WEIGHTS, _tensors(statement), _stream(bundle))
-    sums = manifest.render(digests)
-    write_file(folder / manifest.MANIFEST, sums)
-    return len(text) + (folder / WEIGHTS).stat().st_size + len(sums)
+    digests[WEIGHTS] = shards.write_shard(folder / WEIGHTS, _tensors(manifest), _stream(bundle))
+    listed = sums.render(digests)
+    write_file(folder / sums.MANIFEST, listed)
+    return len(text) + (folder / WEIGHTS).stat().st_size + len(listed)
 
 
 def _stream(bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
@@ -184,32 +195,32 @@ def _stream(bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
 
 def _read_sums(data: bytes) -> dict[str, str]:
     digests: dict[str, str] = {}
-    for number, digest, name in manifest.entries(data):
+    for number, digest, name in sums.entries(data):
         if name not in (MANIFEST, WEIGHTS):
             raise BundleError(
-                f"file {manifest.MANIFEST}, line {number}: the name {name[:100]!r} is not allowed,"
+                f"file {sums.MANIFEST}, line {number}: the name {name[:100]!r} is not allowed,"
                 f" needed only {MANIFEST} and {WEIGHTS}"
             )
         digests[name] = digest
     for name in (MANIFEST, WEIGHTS):
         if name not in digests:
-            raise BundleError(f"file {manifest.MANIFEST}: {name} is not listed; the folder is incomplete")
+            raise BundleError(f"file {sums.MANIFEST}: {name} is not listed; the folder is incomplete")
     return digests
 
 
-def _tensors(statement: Statement) -> list[shards.TensorSpec]:
+def _tensors(manifest: RouterManifest) -> list[shards.TensorSpec]:
     """The tensors of a folder in file order."""
-    width = statement.compatibility.width
+    width = manifest.compatibility.width
     return [
         shards.TensorSpec(f"target.{index}.{letter}.{part}", "F32", shape)
-        for index in range(len(statement.source_layers_per_target))
+        for index in range(len(manifest.source_layers_per_target))
         for letter in LETTERS.values()
-        for part, shape in (("W", (statement.topk * width, width)), ("b", (width,)))
+        for part, shape in (("W", (manifest.topk * width, width)), ("b", (width,)))
     ]
 
 
-def _check_tensors(statement: Statement, found: Mapping[str, shards.StoredTensor]) -> None:
-    wanted = _tensors(statement)
+def _check_tensors(manifest: RouterManifest, found: Mapping[str, shards.StoredTensor]) -> None:
+    wanted = _tensors(manifest)
     for tensor in wanted:
         stored = found.get(tensor.name)
         if stored is None:
