@@ -20,7 +20,7 @@ PACKAGE = ROOT / "kvfit"
 RANKS = (
     ("errors",),
     ("spec",),
-    ("demo", "model", "bundle"),
+    ("cost", "demo", "model", "bundle"),
     ("runtime",),
     ("hub",),
     ("fit.progress",),

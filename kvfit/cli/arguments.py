@@ -59,11 +59,33 @@ def numbers(_context: click.Context, _option: click.Parameter, value: str | None
 
 def top_k(_context: click.Context, _option: click.Parameter, value: str) -> int | str:
     """A number of source layers, ``all`` or ``auto``."""
-    if value in ("all", "auto"):
+    return _count(value, "all", "auto")
+
+
+def rank(_context: click.Context, _option: click.Parameter, value: str) -> int | str:
+    """A number of directions, ``auto`` or ``none``."""
+    return _count(value, "auto", "none")
+
+
+def _count(value: str, *words: str) -> int | str:
+    if value in words:
         return value
     if not value.isdigit() or int(value) < 1:
-        raise click.BadParameter(f"found {value!r}, needed a number of 1 or more, all or auto")
+        raise click.BadParameter(f"found {value!r}, needed a number of 1 or more, {' or '.join(words)}")
     return int(value)
+
+
+def cost(_context: click.Context, _option: click.Parameter, value: str) -> float | None:
+    """A share above 0, or ``none``."""
+    if value == "none":
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise click.BadParameter(f"found {value!r}, needed a share above 0, such as 0.05, or none")
+    return number
 
 
 def penalty(_context: click.Context, _option: click.Parameter, value: str) -> float | str:
@@ -171,7 +193,30 @@ solve_options = _options(
         "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
     ),
     click.option(
-        "--inputs", type=click.Choice(["same", "both"]), default="same", help="both: predict each kind from keys and values."
+        "--inputs",
+        type=click.Choice(["auto", "same", "both"]),
+        default="auto",
+        help="both: predict each kind from keys and values; auto: what the store has.",
+    ),
+    click.option(
+        "--lexical",
+        type=click.Choice(["auto", "none"]),
+        default="auto",
+        help="auto: also read the target's first layer of the token and those before it, where the store has them.",
+    ),
+    click.option(
+        "--rank",
+        callback=rank,
+        metavar="N|auto|none",
+        default="auto",
+        help="Directions of a basis that all target layers share; none: a map of its own for every layer.",
+    ),
+    click.option(
+        "--cost",
+        callback=cost,
+        metavar="SHARE|none",
+        default="0.05",
+        help="The most that what is chosen by auto may cost a token, as a share of the target's prefill.",
     ),
     click.option(
         "--gain",
@@ -180,7 +225,16 @@ solve_options = _options(
         help="Give predictions the target's variance.",
     ),
     click.option(
-        "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", help="Of the stored weights."
+        "--gain-split",
+        type=click.Choice(["auto", "fit", "holdout"]),
+        default="auto",
+        help="Where the gain's variances come from; auto: holdout where it has 2,048 tokens.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        help="Of the stored weights; auto: bfloat16 where the target is a 16-bit model.",
     ),
     click.option(
         "--recipe",

@@ -22,7 +22,7 @@ def r2_map(report: dict[str, Any]) -> bytes:
         axis.set_xticks(range(0, n_source, max(1, n_source // 8)))
         axis.set_yticks(range(0, len(values), max(1, len(values) // 8)))
         if some:
-            ringed = [(i, t) for t in range(len(values)) for i in chosen[kind, t]]
+            ringed = [(i, t) for t in range(len(values)) for i in chosen.get((kind, t), [])]
             size = min(160.0, 40000.0 / (n_source * len(values)))
             axis.scatter(*zip(*ringed, strict=True), s=size, facecolors="none", edgecolors="tab:red", linewidths=1.0)
         if len(values) * n_source <= 64:
@@ -45,7 +45,7 @@ def r2_layers(report: dict[str, Any]) -> bytes:
         for detail in layers:
             heads = detail["r2_holdout_heads"]
             axis.plot([detail["layer_index"]] * len(heads), heads, ".", color="0.7", zorder=1)
-        axis.plot(at, [max(row) for row in report["probe"][kind]["holdout"]], "o--", label="best single source layer, holdout")
+        axis.plot(at, [max(report["probe"][kind]["holdout"][t]) for t in at], "o--", label="best single source layer, holdout")
         axis.plot(at, [detail["r2_fit"] for detail in layers], "s-", label="chosen layers, fit")
         axis.plot(at, [detail["r2_holdout"] for detail in layers], "o-", label="chosen layers, holdout")
         axis.set(title=kind, xlabel="target layer", ylabel="R2", ylim=(min(0.0, axis.get_ylim()[0]), 1.0))

@@ -55,6 +55,23 @@ def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
     return found
 
 
+def decoder_parameters(model: Any) -> int:
+    """Weights of the decoder layers that one token is multiplied with; of a mixture's experts, the share that a token uses.
+
+    Embedding and output head are apart: a prefill looks up the one and needs the other for its last token only.
+    """
+    config = text_config(model)
+    experts = next(
+        (n for name in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, name, None))), 1
+    )
+    used = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    total = 0.0
+    for name, weight in unwrapped(model).named_parameters():
+        if layer_path(name) is not None and weight.dim() >= 2:
+            total += weight.numel() * (used if ".experts." in name else 1.0)
+    return round(total)
+
+
 def family(model: Any) -> str:
     """Transformers' ``model_type``, or the class name of what has none."""
     return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)

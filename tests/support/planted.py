@@ -28,17 +28,29 @@ def model(ref: str, n_layers: int, n_heads: int, head_dim: int) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Planted:
-    """Activations of both models on both splits, (N, F) per kind and layer."""
+    """Activations of both models on both splits, (N, F) per kind and layer, and the lexical inputs of some lags."""
 
     source_spec: ModelSpec
     target_spec: ModelSpec
     source: dict[Split, Activations]
     target: dict[Split, Activations]
+    lags: tuple[int, ...] = ()
+
+    def lexical(self, split: Split) -> list[Tensor]:
+        """Target layer 0, keys then values, of the row that each lag is earlier; the first row stands in before it."""
+        first = torch.cat([self.target[split][kind][0] for kind in KINDS], 1)
+        return [first[(torch.arange(len(first)) - lag).clamp(min=0)] for lag in self.lags]
 
     def store(self, path: Path, *, inputs: Inputs = "both", order: Sequence[int] | None = None, parts: int = 3) -> Path:
         """The store of these activations, added in `parts` batches per split, in `order`."""
         with Accumulator.create(
-            path, source=self.source_spec, target=self.target_spec, recipe={"planted": 1}, inputs=inputs, stats_dtype="float64"
+            path,
+            source=self.source_spec,
+            target=self.target_spec,
+            recipe={"planted": 1},
+            inputs=inputs,
+            stats_dtype="float64",
+            lexical_lags=self.lags,
         ) as accumulator:
             batches: list[tuple[Split, Tensor]] = [
                 (split, rows) for split in self.source for rows in torch.arange(len(self.source[split]["keys"][0])).chunk(parts)
@@ -49,7 +61,8 @@ class Planted:
                     {kind: [layer[rows] for layer in side[split][kind]] for kind in KINDS}
                     for side in (self.source, self.target)
                 ]
-                accumulator.add(split, taken[0], taken[1], None)
+                lexical = {"lexical": [lag[rows] for lag in self.lexical(split)]} if self.lags else {}
+                accumulator.add(split, taken[0] | lexical, taken[1], None)
             accumulator.finish(None)
         return path
 
@@ -72,7 +85,10 @@ class Planted:
         kinds = (kind,) if spec.inputs == "same" else KINDS
         layers = spec.layer(kind, layer_index).source_layers
         if spec.support == "full":
-            return self.inputs(split, kinds, layers) @ weight + bias
+            basis = bundle.basis()
+            lexical = [lag.double().numpy() for lag in self.lexical(split)] if spec.lexical_lags else []
+            inputs = np.concatenate([self.inputs(split, kinds, layers), *lexical], 1)
+            return (inputs if basis is None else inputs @ basis.double().numpy()) @ weight + bias
         heads = [head * spec.source.n_heads // spec.target.n_heads for head in range(spec.target.n_heads)]
         return np.concatenate([self.inputs(split, kinds, layers, at) @ weight[head] for head, at in enumerate(heads)], 1) + bias
 

@@ -34,6 +34,7 @@ from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.record import PART_FIELD, first_difference, read_record
 from kvfit.fit.stats.store import Store
+from kvfit.model.decoder import decoder_parameters
 from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import describe_model
 
@@ -136,7 +137,8 @@ def capture(
     lags = lexical_lags(options.lexical, pair[1].model)
     options = replace(options, lexical=lags)
     check_budget(Layout(specs[0], specs[1], options.inputs, options.stats_dtype, lags), memory_budget)
-    recipe = make_recipe(specs, texts, asdict(options), loading, batch_size, ranks)
+    counts = [decoder_parameters(loaded.model) for loaded in pair]
+    recipe = make_recipe(specs, counts, texts, asdict(options), loading, batch_size, ranks)
     if ranks.size > 1 and out.exists():
         return _merged_before(out, recipe, options, ranks)
     runners = [Activations(pair[0].model, specs[0], options.kept), Activations(pair[1].model, specs[1], options.kept, lags)]

@@ -18,6 +18,7 @@ PACKAGES = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
 
 def make_recipe(
     specs: list[ModelSpec],
+    decoder_parameters: list[int],
     texts: tuple[TextOptions, ...],
     options: dict[str, Any],
     loading: tuple[models.Options, models.Options],
@@ -38,8 +39,9 @@ def make_recipe(
                 "revision": spec.revision,
                 "tokenizer": spec.tokenizer_fingerprint,
                 "weights": spec.weight_fingerprint,
+                "decoder_parameters": count,
             }
-            for spec in specs
+            for spec, count in zip(specs, decoder_parameters, strict=True)
         ],
         "text": described[0] if len(described) == 1 else {"merged": described},
         "options": options,

@@ -112,12 +112,12 @@ def target_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
 @torch.no_grad()
 def mapped_pairs(pair: Pair, prefix_ids: Tensor, sources: Pairs) -> Pairs:
     """The map of the source's keys and values of a prefix (B, P), per target layer."""
-    return pair.mapper.transfer_layers(sources, target_model=pair.target, **lexical(pair.mapper, prefix_ids))
+    return pair.mapper.transfer_layers(sources, **lexical(pair.mapper, prefix_ids, pair.target))
 
 
-def lexical(mapper: Mapper, prefix_ids: Tensor) -> dict[str, Any]:
+def lexical(mapper: Mapper, prefix_ids: Tensor, target: Any) -> dict[str, Any]:
     """The arguments that a map with lexical inputs needs beside the source's cache; none for other maps."""
-    return {"input_ids": prefix_ids} if mapper.spec.lexical_lags else {}
+    return {"input_ids": prefix_ids, "target_model": target} if mapper.spec.lexical_lags else {}
 
 
 def raw_allowed(mapper: Mapper) -> bool:

@@ -111,7 +111,7 @@ def milliseconds(pair: arms.Pair, prefix_ids: Tensor, *, effort: Effort | None =
         sources = prefixes.sources
 
         def transfer(ids: Tensor = ids, sources: arms.Pairs = sources) -> None:
-            pair.mapper.transfer(sources, into=caches.new_cache(pair.target), **arms.lexical(pair.mapper, ids))
+            pair.mapper.transfer(sources, into=caches.new_cache(pair.target), **arms.lexical(pair.mapper, ids, pair.target))
 
         def moved(prefixes: arms.Prefixes = prefixes) -> None:
             prefixes.cache("handoff")
@@ -145,7 +145,7 @@ def _reused(
     rest = ids[:, half:].to(input_device(pair.target))
     return {
         "reused_transfer": timed(
-            lambda: pair.mapper.transfer(sources, into=held.fresh(pair.target), **arms.lexical(pair.mapper, ids)),
+            lambda: pair.mapper.transfer(sources, into=held.fresh(pair.target), **arms.lexical(pair.mapper, ids, pair.target)),
             devices,
             effort,
         ),

@@ -191,13 +191,17 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
     moments: dict[tuple[str, int], _Moments] = {}
     order = {kind: _Order() for kind in KINDS}
     reads: dict[int, _Reads] = {}
-    rotated = Mapper(replace(spec, keys_rotated=True), pair.mapper._weights) if any(spec.target.rope.tables) else None
+    rotated = (
+        Mapper(replace(spec, keys_rotated=True), pair.mapper._weights, basis=pair.mapper._basis)
+        if any(spec.target.rope.tables)
+        else None
+    )
     for part in torch.split(ids, batch_size):
         prefix_ids = part[:, :covered]
         sources = arms.source_pairs(pair, prefix_ids)
         own = arms.target_pairs(pair, prefix_ids)
         mapped = arms.mapped_pairs(pair, prefix_ids, sources)
-        naive = None if rotated is None else rotated.transfer_layers(sources, **arms.lexical(rotated, prefix_ids))
+        naive = None if rotated is None else rotated.transfer_layers(sources, **arms.lexical(rotated, prefix_ids, pair.target))
         for layer_index in range(n_layers):
             table = spec.target.rope.table(layer_index)
             for kind, ours, theirs in zip(KINDS, mapped[layer_index], own[layer_index], strict=True):

@@ -6,28 +6,26 @@ Choices are made on the holdout split, by the error of the map *as it will be us
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from kvfit.fit.progress import track
 from kvfit.fit.solve.options import Options
 from kvfit.fit.solve.reader import Reader
 from kvfit.fit.solve.regression import Solution, solutions
-from kvfit.fit.solve.score import r2, variance_gain
+from kvfit.fit.solve.score import Score, r2, variance_gain
 from kvfit.fit.solve.select import Chosen, Probe, greedy, rank, ranking_scores, take
 from kvfit.fit.solve.system import InputSet, Layers, input_set
-from kvfit.fit.stats.layout import Block
+from kvfit.fit.stats.layout import Block, Part
 from kvfit.spec import KINDS, Kind
 
 # Errors this close to the best are the same to the data. Then the smaller penalty keeps more of the variance, and the smaller
 # set of layers makes a smaller bundle.
 INDIFFERENCE = 1e-3
-# The holdout split estimates a prediction's variance without the optimism of the fit split, but needs rows to do so.
-HOLDOUT_ENOUGH = 2048
 # Greedy selection compares sets at one penalty.
 GREEDY_PENALTY = 1e-2
 SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32)
@@ -56,9 +54,10 @@ class Fitted:
         layer_index: the target layer.
         source_layers: what it reads.
         penalty: of its fit.
-        weight: (F, G), or (H_target, F, D_target) with support ``head``, float64.
-        bias: (G,) float64.
+        weight: (F, G), (r, G) under a shared basis, or (H_target, F, D_target) with support ``head``, in the stored dtype.
+        bias: (G,) float32.
         quality: its R2.
+        stored: its holdout R2 as used, with the weight as the stored dtype rounds it.
         heads: holdout R2 of each target head before the gain.
         gain: of each output, (G,).
         damping, condition: see `ridge.Factor`.
@@ -71,6 +70,7 @@ class Fitted:
     weight: Tensor
     bias: Tensor
     quality: Quality
+    stored: float
     heads: list[float]
     gain: Tensor
     damping: float
@@ -87,14 +87,19 @@ class Fitter:
 
         Args:
             reader: of the store.
-            options: what is asked for.
-            progress: show bars.
+            options: what is asked for, as `Options.for_store` gives it.
+            progress: show progress.
             known: shared with fitters whose options differ in the choice of layers and penalties only.
         """
         self.reader = reader
         self.options = options
-        self._hide = None if progress else True
+        self.lags = options.lags(reader.store)
+        self.progress = progress
         self._known: dict[Map, Quality] = {} if known is None else known
+
+    def changed(self, options: Options) -> Fitter:
+        """Another fitter of the same store, which differs in the choice of layers, and knows what this one has measured."""
+        return Fitter(self.reader, options, progress=self.progress, known=self._known)
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -113,7 +118,7 @@ class Fitter:
             errors = dict.fromkeys(KINDS, errors["keys"] + errors["values"])
         chosen: Chosen = {}
         for kind in KINDS:
-            smallest = _first_good_enough(errors[kind])
+            smallest = first_good_enough(errors[kind])
             chosen[kind] = [sets[kind][size][layer_index] for layer_index, size in enumerate(smallest)]
         return chosen
 
@@ -134,7 +139,7 @@ class Fitter:
                 ]
                 return [sum(quality.used for quality in row) / len(kinds) for row in zip(*per_kind, strict=True)]
 
-            return greedy(store.source.n_layers, store.target.n_layers, k, score, progress=self._hide is None)
+            return greedy(store.source.n_layers, store.target.n_layers, k, score, progress=self.progress)
 
         return dict.fromkeys(KINDS, of(*KINDS)) if options.shared_layers else {kind: of(kind) for kind in KINDS}
 
@@ -142,11 +147,11 @@ class Fitter:
         """Per target layer, 1 - R2 as used at the best penalty."""
         errors = torch.zeros(len(layers), dtype=torch.float64)
         sets = {(kind, t): self.reads(kind, source_layers) for t, source_layers in enumerate(layers)}
-        for inputs, targets in tqdm(groups(sets).items(), desc=f"layers {kind}", disable=self._hide):
-            errors[[t for _, t in targets]] = self._errors(inputs, targets, self.options.penalties).min(0).values
+        for inputs, targets in track(groups(sets).items(), f"layers {kind}", "sets", show=self.progress):
+            errors[[t for _, t in targets]] = self.errors(inputs, targets, self.options.penalties).min(0).values
         return errors
 
-    def _errors(self, inputs: InputSet, targets: Sequence[Block], penalties: Sequence[float]) -> Tensor:
+    def errors(self, inputs: InputSet, targets: Sequence[Block], penalties: Sequence[float]) -> Tensor:
         """1 - R2 as used, (penalties, targets)."""
         rows = self.measure(inputs, targets, penalties)
         return 1 - torch.tensor([[quality.used for quality in row] for row in rows], dtype=torch.float64)
@@ -156,15 +161,23 @@ class Fitter:
         grid = self.options.penalties
         if len(grid) == 1:
             return [grid[0]] * len(targets)
-        return [grid[row] for row in _first_good_enough(self._errors(inputs, targets, grid))]
+        return [grid[row] for row in first_good_enough(self.errors(inputs, targets, grid))]
 
     def reads(self, kind: Kind, source_layers: Layers) -> InputSet:
         """What the map of a kind reads when it has chosen some source layers."""
-        return input_set(self.reader.models, kind, source_layers, self.options.support, self.options.inputs)
+        options = self.options
+        assert options.inputs != "auto", "options of a fitter are those for its store"
+        return input_set(self.reader.models, kind, source_layers, options.support, options.inputs, len(self.lags))
+
+    @property
+    def targets(self) -> list[Block]:
+        """The target blocks that are mapped; where lexical inputs are read, target layer 0 is exact and has no map."""
+        first = 1 if self.lags else 0
+        return [(kind, t) for kind in KINDS for t in range(first, self.reader.store.target.n_layers)]
 
     def sets(self, chosen: Chosen) -> Sets:
         """What each target block reads."""
-        return {(kind, t): self.reads(kind, layers) for kind in KINDS for t, layers in enumerate(chosen[kind])}
+        return {(kind, t): self.reads(kind, chosen[kind][t]) for kind, t in self.targets}
 
     # -- solving -----------------------------------------------------------------------------------------------------
 
@@ -173,7 +186,7 @@ class Fitter:
         for penalty in penalties:
             missing = [target for target in targets if (inputs, target, penalty) not in self._known]
             for solution in self._solutions(inputs, missing, penalty):
-                qualities, _ = self._quality(solution, self._gain(solution))
+                qualities, _ = self._quality(solution, self.gain(solution.scores))
                 for target, quality in zip(solution.targets, qualities, strict=True):
                     self._known[inputs, target, penalty] = quality
         return [[self._known[inputs, target, penalty] for target in targets] for penalty in penalties]
@@ -189,25 +202,26 @@ class Fitter:
 
     def fit(self, sets: Sets) -> Iterator[Fitted]:
         """Every target block's map, grouped by what they read: one factorisation per set and penalty."""
-        with tqdm(total=len(sets), desc="solve", disable=self._hide) as bar:
-            for inputs, targets in groups(sets).items():
-                by_penalty: dict[float, list[Block]] = defaultdict(list)
-                for target, penalty in zip(targets, self.best_penalties(inputs, targets), strict=True):
-                    by_penalty[penalty].append(target)
-                for penalty, members in by_penalty.items():
-                    for solution in self._solutions(inputs, members, penalty):
-                        for fitted in self._fitted(solution, penalty):
-                            yield fitted
-                            bar.update()
+        for inputs, targets in groups(sets).items():
+            by_penalty: dict[float, list[Block]] = defaultdict(list)
+            for target, penalty in zip(targets, self.best_penalties(inputs, targets), strict=True):
+                by_penalty[penalty].append(target)
+            for penalty, members in by_penalty.items():
+                yield from self._fit(inputs, members, penalty)
+
+    def _fit(self, inputs: InputSet, targets: Sequence[Block], penalty: float) -> Iterator[Fitted]:
+        # A generator of its own: its end lets go of the last solution, and so of this set's scatters, before the next set's.
+        for solution in self._solutions(inputs, targets, penalty):
+            yield from self.fitted(solution, penalty)
 
     def _solutions(self, inputs: InputSet, targets: Sequence[Block], penalty: float) -> Iterator[Solution]:
         return solutions(self.reader, inputs, targets, penalty, scale=self.options.penalty_scale)
 
-    def _gain(self, solution: Solution) -> Tensor:
-        """Gain of each output, (T, G)."""
+    def gain(self, scores: Mapping[Part, Score]) -> Tensor:
+        """Gain of each output, in the shape of the scores."""
+        score = scores[self.options.gain_from(self.reader.store)]
         if self.options.gain == "none":
-            return torch.ones_like(solution.offset)
-        score = solution.scores["holdout" if solution.scores["holdout"].count >= HOLDOUT_ENOUGH else "fit"]
+            return torch.ones_like(score.predicted)
         return variance_gain(
             score.total, score.predicted, self.reader.store.target.head_dim if self.options.gain == "head" else 1
         )
@@ -224,22 +238,26 @@ class Fitter:
         )
         return [Quality(*row) for row in zip(*per_block, strict=True)], r2(error, total)
 
-    def _fitted(self, solution: Solution, penalty: float) -> Iterator[Fitted]:
-        gain = self._gain(solution)
+    def fitted(self, solution: Solution, penalty: float) -> Iterator[Fitted]:
+        """The maps of a solution, as they are stored."""
+        gain = self.gain(solution.scores)
         qualities, heads = self._quality(solution, gain)
-        bias = solution.target_mean - solution.offset * gain
+        dtype: torch.dtype = getattr(torch, self.options.dtype)
+        weights, bias = solution.stored(gain, dtype)
+        stored = [quality.used for quality in qualities]
+        if dtype != torch.float32:
+            score = solution.score_stored(weights)
+            stored = r2(score.error().sum(1), score.total.sum(1)).tolist()
         for position, (kind, layer_index) in enumerate(solution.targets):
-            weight, scale = solution.weight(position), gain[position]
-            if solution.inputs.support == "head":
-                scale = scale.view(len(weight), 1, -1)
             yield Fitted(
                 kind=kind,
                 layer_index=layer_index,
                 source_layers=solution.inputs.source_layers,
                 penalty=penalty,
-                weight=weight * scale,
-                bias=bias[position],
+                weight=solution.weight(position, weights),
+                bias=bias[position].float(),
                 quality=qualities[position],
+                stored=stored[position],
                 heads=heads[position].tolist(),
                 gain=gain[position],
                 damping=solution.damping,
@@ -247,7 +265,7 @@ class Fitter:
             )
 
 
-def _first_good_enough(errors: Tensor) -> list[int]:
+def first_good_enough(errors: Tensor) -> list[int]:
     """Per column, the first row whose error is within `INDIFFERENCE` of the least."""
     good = errors <= errors.min(0).values * (1 + INDIFFERENCE)
     return [int(row) for row in good.int().argmax(0)]

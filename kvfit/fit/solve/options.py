@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.solve.ridge import PenaltyScale
+from kvfit.fit.stats.store import Store
 from kvfit.spec import Inputs, Support
 
 Gain = Literal["variance", "head", "none"]
+GainSplit = Literal["auto", "fit", "holdout"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Ranking = Literal["holdout", "heo2026"]
 Select = Literal["independent", "greedy"]
+Auto = Literal["auto"]
 
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
+# The holdout split estimates a prediction's variance without the optimism of the fit split, but needs rows to do so.
+HOLDOUT_ENOUGH = 2048
 
 
 @dataclass(frozen=True)
@@ -25,32 +32,71 @@ class Options:
         top_k: how many source layers each target layer reads: a number, ``all``, or ``auto`` (best on the holdout split).
         select: ``independent`` or ``greedy``.
         shared_layers: keys and values read the same source layers.
-        penalty: a number, or ``auto`` to choose per kind and layer from `PENALTIES` on the holdout split.
+        penalty: a number, or ``auto`` to choose from `PENALTIES` on the holdout split: per kind and layer, or one for all
+            under a shared basis.
         penalty_scale: what the penalty multiplies, see `ridge.factorise`.
         support: ``full`` or ``head``.
-        inputs: ``same`` or ``both``; the latter needs a store captured with both.
+        inputs: ``same`` or ``both``; the latter needs a store captured with both. ``auto`` takes what the store has.
+        lexical: ``auto`` reads the lexical inputs that the store has; ``none`` leaves them out.
+        rank: r of a shared basis, ``none`` for a map of its own per layer, ``auto`` to choose on the holdout split. A basis
+            needs support full, inputs both and one set of source layers for all; where the options say otherwise, ``auto`` is
+            ``none``.
+        cost: the most that the map may cost, as a share of the target's prefill in FLOPs and in bytes; None for no limit. It
+            bounds what is chosen by ``auto``, never what was asked for by number.
         gain: ``variance`` per output, ``head``, or ``none``.
+        gain_split: the split that the gain's variances come from; ``auto``: holdout where it has `HOLDOUT_ENOUGH` tokens.
         ranking: the R2 that ranks single source layers: ``holdout`` of the map that reads one layer; or ``heo2026``: in
             sample, least squares from the matched head, mean over heads.
-        dtype: of the stored weights.
+        dtype: of the stored weights; ``auto`` is bfloat16 where the target is a 16-bit model, else float32.
     """
 
     top_k: int | Literal["all", "auto"] = "all"
     select: Select = "independent"
     shared_layers: bool = False
-    penalty: float | Literal["auto"] = "auto"
+    penalty: float | Auto = "auto"
     penalty_scale: PenaltyScale = "mean-variance"
     support: Support = "full"
-    inputs: Inputs = "same"
+    inputs: Inputs | Auto = "auto"
+    lexical: Literal["auto", "none"] = "auto"
+    rank: int | Literal["auto", "none"] = "auto"
+    cost: float | None = 0.05
     gain: Gain = "variance"
+    gain_split: GainSplit = "auto"
     ranking: Ranking = "holdout"
-    dtype: Dtype = "float32"
+    dtype: Dtype | Auto = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.top_k, int) and self.top_k < 1:
-            raise OptionError(f"--top-k: found {self.top_k}, needed at least 1")
-        if self.penalty != "auto" and not 0 <= self.penalty < float("inf"):
+        for name, value in (("--top-k", self.top_k), ("--rank", self.rank)):
+            if isinstance(value, int) and value < 1:
+                raise OptionError(f"{name}: found {value}, needed at least 1")
+        if self.penalty != "auto" and not 0 <= self.penalty < math.inf:
             raise OptionError(f"--penalty: found {self.penalty}, needed a number of 0 or more, or auto")
+        if self.cost is not None and not 0 < self.cost < math.inf:
+            raise OptionError(f"--cost: found {self.cost}, needed a share above 0, such as 0.05, or none")
+        if isinstance(self.rank, int):
+            for option, asked, needed in (("--support", self.support, "full"), ("--inputs", self.inputs, "both")):
+                if asked not in (needed, "auto"):
+                    raise OptionError(f"--rank {self.rank}: found {option} {asked}, needed {needed}, or --rank none")
+
+    def for_store(self, store: Store) -> Options:
+        """The same with ``inputs`` and ``dtype`` as the store allows.
+
+        Raises:
+            MismatchError: more source layers are asked for than there are, or the store lacks inputs.
+        """
+        self.check_layers(store.source.n_layers)
+        if store.inputs != "both" and (self.inputs == "both" or isinstance(self.rank, int)):
+            raise MismatchError(
+                f"{store.path}: found statistics of like kinds only, needed keys by values: capture with --inputs both"
+            )
+        inputs = store.inputs if self.inputs == "auto" else self.inputs
+        rank = self.rank
+        if rank == "auto" and not (inputs == "both" and self.support == "full" and self.top_k == "all"):
+            rank = "none"
+        dtype = self.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if store.target.dtype in ("bfloat16", "float16") else "float32"
+        return dataclasses.replace(self, inputs=inputs, rank=rank, dtype=dtype)
 
     def check_layers(self, n_source: int) -> None:
         """Refuse more source layers than there are: a table that says 8 where 4 were read misleads.
@@ -64,6 +110,16 @@ class Options:
         if isinstance(self.top_k, int) and self.top_k > n_source:
             raise MismatchError(f"--top-k: found {self.top_k}, needed at most {n_source}, the layers of the source, or all")
 
+    def lags(self, store: Store) -> tuple[int, ...]:
+        """The lags of lexical inputs that maps read under these options; a matching head reads none."""
+        return store.lexical_lags if self.lexical == "auto" and self.support == "full" else ()
+
+    def gain_from(self, store: Store) -> Literal["fit", "holdout"]:
+        """The split that the gain's variances come from."""
+        if self.gain_split != "auto":
+            return self.gain_split
+        return "holdout" if store.count("holdout") >= HOLDOUT_ENOUGH else "fit"
+
     @property
     def penalties(self) -> tuple[float, ...]:
         """The penalties to choose from."""
@@ -74,5 +130,17 @@ class Options:
 # per target layer for both kinds; k = 8 and a penalty of 0.01 for their first pair; no gain. Their equation adds the penalty to
 # the sum over rows, so `scatter`; their sweep collapses at 1, which fits a sum divided by the rows, so try `covariance` too.
 RECIPES = {
-    "heo2026": Options(top_k=8, shared_layers=True, penalty=0.01, penalty_scale="scatter", gain="none", ranking="heo2026"),
+    "heo2026": Options(
+        top_k=8,
+        shared_layers=True,
+        penalty=0.01,
+        penalty_scale="scatter",
+        inputs="same",
+        lexical="none",
+        rank="none",
+        cost=None,
+        gain="none",
+        ranking="heo2026",
+        dtype="float32",
+    ),
 }

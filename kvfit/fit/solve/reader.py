@@ -18,6 +18,8 @@ ITEM = 8  # bytes of a float64
 # Matrices of F x F in memory while a set is solved: the scatters of both splits and the factor. A float32 factor lies beside
 # the float64 matrix that refinement reads.
 SQUARES = {"float64": 3.0, "mixed": 3.5}
+# A shared basis also holds the sum over outputs that its directions come from, its eigenvectors, and the routine's own copy.
+BASIS_SQUARES = 6.0
 # Matrices of F x G in memory while one batch of outputs is solved: cross scatter, weight, the scatter times the weight, and the
 # batch before with its gain folded in. A float32 factor refines with three more.
 WORK = {"float64": 5, "mixed": 8}
@@ -49,14 +51,19 @@ class Reader:
         """Source and target."""
         return self.store.source, self.store.target
 
-    def batches(self, inputs: InputSet, targets: Sequence[Block]) -> list[tuple[Block, ...]]:
+    def batches(self, inputs: InputSet, targets: Sequence[Block], *, basis: bool = False) -> list[tuple[Block, ...]]:
         """The target blocks cut into runs that can be solved at a time within the budget.
+
+        Args:
+            inputs: what they read.
+            targets: all of them.
+            basis: for a shared basis.
 
         Raises:
             SolveError: not even one fits; says what is needed.
         """
-        check_budget(inputs, self.memory_budget, self.precision)
-        spare = self.memory_budget - least_bytes(inputs, self.precision)
+        check_budget(inputs, self.memory_budget, self.precision, basis=basis)
+        spare = self.memory_budget - least_bytes(inputs, self.precision, basis=basis)
         n = 1 + spare // _block_bytes(inputs, self.precision)
         return [tuple(targets[start : start + n]) for start in range(0, len(targets), n)]
 
@@ -117,9 +124,10 @@ class Reader:
         return scatters
 
 
-def least_bytes(inputs: InputSet, precision: Precision) -> int:
+def least_bytes(inputs: InputSet, precision: Precision, *, basis: bool = False) -> int:
     """The memory that solving one output block on an input set needs: scatters, factor, work, and the blocks being read."""
-    squares = SQUARES[precision] * len(inputs.panels) * inputs.n_inputs**2 * ITEM
+    squares = BASIS_SQUARES if basis else SQUARES[precision]
+    squares *= len(inputs.panels) * inputs.n_inputs**2 * ITEM
     widest = max(inputs.source.width, inputs.target.width, *(inputs.width(block) for block in inputs.blocks))
     blocks = 6 * widest * inputs.source.width * ITEM
     return int(squares) + _block_bytes(inputs, precision) + CACHE_BYTES + blocks
@@ -130,16 +138,17 @@ def _block_bytes(inputs: InputSet, precision: Precision) -> int:
     return WORK[precision] * inputs.n_inputs * inputs.target.width * ITEM
 
 
-def check_budget(inputs: InputSet, memory_budget: int, precision: Precision) -> None:
+def check_budget(inputs: InputSet, memory_budget: int, precision: Precision, *, basis: bool = False) -> None:
     """Refuse an input set that cannot be solved within a memory budget.
 
     Raises:
         SolveError: says how much it needs.
     """
-    least = least_bytes(inputs, precision)
+    least = least_bytes(inputs, precision, basis=basis)
     if least > memory_budget:
+        what, others = ("find a shared basis of", "--rank none") if basis else ("factor", "--support head")
         raise SolveError(
-            f"--memory-budget: found {memory_budget / 2**30:.2f} GiB, needed {least / 2**30:.2f} GiB to factor"
+            f"--memory-budget: found {memory_budget / 2**30:.2f} GiB, needed {least / 2**30:.2f} GiB to {what}"
             f" {inputs.n_inputs} inputs ({len(inputs.source_layers)} source layers): raise it, use a smaller --top-k"
-            " or --support head"
+            f" or {others}"
         )

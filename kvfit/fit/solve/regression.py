@@ -1,19 +1,27 @@
-"""The regressions of an input set, solved and scored on both splits, batch by batch of outputs."""
+"""The regressions of an input set, solved and scored on both splits, batch by batch of outputs.
+
+`solutions` gives every target block a map of its own; `find_basis` and `reduced_solutions` give all of them maps of one rank
+from one shared basis. Both come out as `Solution`, so everything after them is the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvfit.fit.solve import ridge
+from kvfit.fit.solve.basis import basis_of, coefficients, directions, projected, whitened
 from kvfit.fit.solve.reader import Reader
-from kvfit.fit.solve.ridge import Factor, PenaltyScale
+from kvfit.fit.solve.ridge import Factor, PenaltyScale, Precision
 from kvfit.fit.solve.score import Score, by_target, joined, score
 from kvfit.fit.solve.system import InputSet, System
-from kvfit.fit.stats.layout import Block, Part
+from kvfit.fit.stats.layout import Block, Part, Split
+
+Means = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,9 +31,9 @@ class Solution:
     Attributes:
         inputs: what they read.
         targets: the blocks predicted.
-        weights: per panel, (F, T * G of the panel), target by target.
-        offset: mean of the inputs on the fit split times the weights, (T, G).
-        target_mean: mean of the outputs on the fit split, (T, G).
+        weights: per panel, (F, T * G of the panel), target by target; (r, T * G) under a shared basis.
+        means: per panel, mean of the inputs and of the outputs on the fit split.
+        holdout: per panel, the holdout system that the weights were scored on.
         scores: per split, vectors of (T, G).
         damping: the largest of the factors'.
         condition: the largest of the factors'.
@@ -34,16 +42,42 @@ class Solution:
     inputs: InputSet
     targets: tuple[Block, ...]
     weights: list[Tensor]
-    offset: Tensor
-    target_mean: Tensor
+    means: list[Means]
+    holdout: list[System]
     scores: dict[Part, Score]
     damping: float
     condition: float
 
-    def weight(self, position: int) -> Tensor:
+    def weight(self, position: int, weights: list[Tensor] | None = None) -> Tensor:
         """Of the target block at a position: (F, G), or (H_target, F, D_target) with support ``head``."""
-        parts = [weight.T.reshape(len(self.targets), -1, len(weight))[position].T for weight in self.weights]
+        panels = self.weights if weights is None else weights
+        parts = [weight.T.reshape(len(self.targets), -1, len(weight))[position].T for weight in panels]
         return parts[0] if self.inputs.support == "full" else torch.stack(parts)
+
+    def stored(self, gain: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+        """Weights with a gain (T, G) folded in as `dtype` holds them, per panel, and the biases (T, G) float64 beside them.
+
+        A bias is taken from the rounded weight: where inputs have means of hundreds of times their spread, it would else be
+        off by the rounding of a mean.
+        """
+        by_panel = gain.view(len(gain), len(self.weights), -1)
+        weights = [(w * by_panel[:, panel].flatten()).to(dtype) for panel, w in enumerate(self.weights)]
+        biases = [mean - inputs @ w.double() for (inputs, mean), w in zip(self.means, weights, strict=True)]
+        return weights, by_target(biases, len(gain))
+
+    def score_stored(self, weights: Sequence[Tensor]) -> Score:
+        """The holdout score of weights as they are stored, (T, G)."""
+        rows = zip(self.holdout, weights, self.means, strict=True)
+        return joined([score(system, w.double(), fit_means=means) for system, w, means in rows], len(self.targets))
+
+
+def factor_of(
+    inputs: InputSet, system: System, penalty: float, scale: PenaltyScale, precision: Precision = "float64"
+) -> Factor:
+    """The factor of a system of an input set."""
+    return ridge.factorise(
+        system.scatter, system.count, penalty, scale=scale, groups=inputs.groups, precision=precision, name=inputs.name
+    )
 
 
 def solutions(
@@ -65,33 +99,131 @@ def solutions(
     factors: list[Factor] = []
     for batch in reader.batches(inputs, targets):
         systems = reader.systems(inputs, batch, "fit")
-        factors = factors or [_factor(reader, inputs, system, penalty, scale) for system in systems]
+        factors = factors or [factor_of(inputs, system, penalty, scale, reader.precision) for system in systems]
         weights = [ridge.solve(*pair, name=inputs.name) for pair in zip(factors, (s.cross for s in systems), strict=True)]
         fit = [score(s, weight, factor=factor) for s, weight, factor in zip(systems, weights, factors, strict=True)]
         means = [(system.source_mean, system.target_mean) for system in systems]
         del systems  # the memory of these cross scatters is that of the next
-        systems = reader.systems(inputs, batch, "holdout")
-        holdout = [score(s, weight, fit_means=at) for s, weight, at in zip(systems, weights, means, strict=True)]
-        del systems
-        yield Solution(
-            inputs=inputs,
-            targets=batch,
-            weights=weights,
-            offset=by_target([mean @ weight for (mean, _), weight in zip(means, weights, strict=True)], len(batch)),
-            target_mean=by_target([mean for _, mean in means], len(batch)),
-            scores={"fit": joined(fit, len(batch)), "holdout": joined(holdout, len(batch))},
-            damping=max(factor.damping for factor in factors),
-            condition=max(factor.condition for factor in factors),
-        )
+        yield _solution(inputs, batch, weights, means, reader.systems(inputs, batch, "holdout"), fit, factors)
 
 
-def _factor(reader: Reader, inputs: InputSet, system: System, penalty: float, scale: PenaltyScale) -> Factor:
-    return ridge.factorise(
-        system.scatter,
-        system.count,
-        penalty,
-        scale=scale,
-        groups=inputs.groups,
-        precision=reader.precision,
-        name=inputs.name,
+def _solution(
+    inputs: InputSet,
+    targets: tuple[Block, ...],
+    weights: list[Tensor],
+    means: list[Means],
+    holdout: list[System],
+    fit: list[Score],
+    factors: list[Factor],
+) -> Solution:
+    scores = [score(system, weight, fit_means=at) for system, weight, at in zip(holdout, weights, means, strict=True)]
+    return Solution(
+        inputs=inputs,
+        targets=targets,
+        weights=weights,
+        means=means,
+        holdout=holdout,
+        scores={"fit": joined(fit, len(targets)), "holdout": joined(scores, len(targets))},
+        damping=max(factor.damping for factor in factors),
+        condition=max(factor.condition for factor in factors),
     )
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The directions of an input set that explain the outputs of all target blocks, leading direction first.
+
+    Attributes:
+        inputs: what is projected.
+        vectors: U of full rank, (F, F) float64.
+        variance: what each carries of the outputs, each output in units of its own variance, (F,).
+        factor: of the penalised covariance.
+        penalty: of that.
+    """
+
+    inputs: InputSet
+    vectors: Tensor
+    variance: Tensor
+    factor: Factor
+    penalty: float
+
+    def basis(self, rank: int, dtype: torch.dtype = torch.float64) -> Basis:
+        """The basis of the first directions, as `dtype` holds it."""
+        weight = basis_of(self.factor, self.vectors[:, :rank]).to(dtype).double()
+        return Basis(self.inputs, weight, self.factor, self.penalty)
+
+    def kept(self, rank: int) -> float:
+        """The share of the variance of all directions that the first ones carry, on the fit split."""
+        return float(self.variance[:rank].sum() / self.variance.sum())
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A shared basis of an input set.
+
+    Attributes:
+        inputs: what is projected.
+        weight: (F, r) float64.
+        factor: of the penalised covariance that it was found with.
+        penalty: of that.
+    """
+
+    inputs: InputSet
+    weight: Tensor
+    factor: Factor
+    penalty: float
+
+
+def find_directions(
+    reader: Reader, inputs: InputSet, targets: Sequence[Block], penalty: float, scale: PenaltyScale = "mean-variance"
+) -> Directions:
+    """The directions that a shared basis for all `targets` is made of, see `basis`.
+
+    Raises:
+        SolveError, StoreError: as `solutions`.
+    """
+    factor, gram = None, torch.zeros(inputs.n_inputs, inputs.n_inputs, dtype=torch.float64, device=reader.device)
+    for batch in reader.batches(inputs, targets, basis=True):
+        (system,) = reader.systems(inputs, batch, "fit")
+        # Refined solutions of a float32 factor are exact, its directions are not: this one is always float64.
+        factor = factor or factor_of(inputs, system, penalty, scale)
+        z = whitened(factor, system)
+        gram.addmm_(z, z.T)
+    assert factor is not None, "there is at least one target block"
+    vectors, variance = directions(gram)
+    return Directions(inputs, vectors, variance, factor, penalty)
+
+
+class Projected(NamedTuple):
+    """The systems of a batch of target blocks on a basis, of both splits, and the weights (r, T * G) that the fit gives."""
+
+    targets: tuple[Block, ...]
+    fit: System
+    holdout: System
+    weight: Tensor
+
+
+def projections(reader: Reader, basis: Basis, targets: Sequence[Block]) -> Iterator[Projected]:
+    """Some target blocks on a basis, batch by batch.
+
+    Raises:
+        StoreError: a damaged chunk.
+    """
+    scatters: dict[Split, Tensor] = {}
+
+    def read(batch: tuple[Block, ...], split: Split) -> System:
+        (system,) = reader.systems(basis.inputs, batch, split)
+        system = projected(system, basis.weight, scatters.get(split))
+        scatters[split] = system.scatter
+        return system
+
+    for batch in reader.batches(basis.inputs, targets, basis=True):
+        fit = read(batch, "fit")
+        yield Projected(batch, fit, read(batch, "holdout"), coefficients(basis.factor, basis.weight, fit))
+
+
+def reduced_solutions(reader: Reader, basis: Basis, targets: Sequence[Block]) -> Iterator[Solution]:
+    """The maps of some target blocks from a basis, as `projections`."""
+    for batch, fit, holdout, weight in projections(reader, basis, targets):
+        means = [(fit.source_mean, fit.target_mean)]
+        yield _solution(basis.inputs, batch, [weight], means, [holdout], [score(fit, weight)], [basis.factor])

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from kvfit.fit.progress import track
 from kvfit.fit.solve.options import Ranking
 from kvfit.fit.solve.reader import Reader
 from kvfit.fit.solve.regression import solutions
@@ -78,7 +78,7 @@ def probe(
     shape = (target.n_layers, source.n_layers, target.n_heads)
     heads = {split: torch.zeros(*shape, dtype=torch.float64) for split in SPLITS}
     layers = {split: torch.zeros(*shape[:2], dtype=torch.float64) for split in SPLITS}
-    for layer_index in tqdm(range(source.n_layers), desc=f"probe {kind}", disable=None if progress else True):
+    for layer_index in track(range(source.n_layers), f"probe {kind}", "source layers", show=progress):
         read = input_set(reader.models, kind, (layer_index,), support, inputs)
         for solution in solutions(reader, read, [(kind, t) for t in range(target.n_layers)], penalty):
             rows = [t for _, t in solution.targets]
@@ -131,7 +131,7 @@ def greedy(n_source: int, n_target: int, k: int, score: ScoreOf, *, progress: bo
                 if candidate not in order:
                     tried[tuple(sorted([*order, candidate]))].append(target_layer)
         best: dict[int, tuple[float, int]] = {}
-        for chosen, members in tqdm(tried.items(), desc=f"greedy, layer {step + 1} of {k}", disable=None if progress else True):
+        for chosen, members in track(tried.items(), f"greedy, layer {step + 1} of {k}", "sets", show=progress):
             for target_layer, found in zip(members, score(chosen, members), strict=True):
                 added = next(i for i in chosen if i not in orders[target_layer])
                 best[target_layer] = min(best.get(target_layer, (float("inf"), 0)), (-float(found), added))

@@ -5,31 +5,31 @@ For each kind and target layer: choose source layers, choose the penalty, solve,
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file, save
 
 import kvfit
 from kvfit.bundle.bundle import add_files, write_bundle
 from kvfit.bundle.files import require_writable
+from kvfit.cost import map_cost, prefill_of
 from kvfit.errors import MismatchError, SolveError
 from kvfit.fit.capture.models import find_device
 from kvfit.fit.capture.recipe import bundle_recipe
 from kvfit.fit.plots import r2_layers, r2_map
-from kvfit.fit.solve.fitter import HOLDOUT_ENOUGH, Fitted, Fitter, Sets
-from kvfit.fit.solve.options import RECIPES, Options
+from kvfit.fit.progress import track
+from kvfit.fit.solve.choice import Choice, choose
+from kvfit.fit.solve.fitter import Fitter
+from kvfit.fit.solve.options import HOLDOUT_ENOUGH, RECIPES, Options
 from kvfit.fit.solve.reader import Reader, check_budget
+from kvfit.fit.solve.report import layer_report, solve_report
 from kvfit.fit.solve.ridge import Precision
+from kvfit.fit.solve.scratch import scratch_folder
 from kvfit.fit.solve.select import Probe, probe
-from kvfit.fit.solve.system import input_set
-from kvfit.fit.stats.layout import SPLITS
 from kvfit.fit.stats.store import Store
 from kvfit.hub.card import write_card
 from kvfit.spec import FORMAT_VERSION, KINDS, Kind, LayerMap, MapperSpec
@@ -95,22 +95,27 @@ def solve(
         MismatchError: the options ask for what the store or the device does not allow.
         BundleError: `out` exists or cannot be written.
     """
-    options, out = options or Options(), Path(out)
+    out = Path(out)
     check_new(out)
-    reader = open_reader(store, options, device=device, memory_budget=memory_budget, precision=precision)
+    reader = open_reader(store, options or Options(), device=device, memory_budget=memory_budget, precision=precision)
+    options = (options or Options()).for_store(reader.store)
     fitter = Fitter(reader, options, progress=progress)
     probes = probe_kinds(reader, options, progress)
-    chosen = fitter.choose(probes)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # Layers that read the same set are solved together, the bundle wants them in order, and all of them may not fit in memory.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
-        details = list(_solve_layers(fitter, fitter.sets(chosen), Path(scratch)))
-        details.sort(key=lambda detail: (detail["layer_index"], KINDS.index(detail["kind"])))
-        spec = mapper_spec(reader.store, options, map(_layer_map, details))
-        report = _report(reader, options, probes, details)
-        weights = ((m.kind, m.layer_index, *_load(Path(scratch), m.kind, m.layer_index)) for m in spec.layers)
+    prefill = prefill_of(reader.store.target, reader.store.recipe)
+    choice = choose(fitter, probes, prefill)
+    with scratch_folder(out) as scratch:
+        # The bundle wants the maps in order, they are solved by what they read, and all of them may not fit in memory.
+        details = sorted(
+            _solve_layers(fitter, choice, scratch), key=lambda detail: (detail["layer_index"], KINDS.index(detail["kind"]))
+        )
+        spec = mapper_spec(reader.store, options, map(_layer_map, details), choice.rank)
+        cost = map_cost(spec, prefill)
+        report = solve_report(fitter, probes, details) | {"choice": choice.report, "cost": cost.to_json()}
+        tensors = ((m, load_file(_path(scratch, m.kind, m.layer_index))) for m in spec.layers)
+        weights = ((m.kind, m.layer_index, found["weight"], found["bias"]) for m, found in tensors)
         recipe = bundle_recipe(reader.store.recipe, reader.store.record.cursor)
-        write_bundle(out, spec, weights, recipe=recipe, solve=report)
+        basis = None if choice.basis is None else choice.basis.weight.to(getattr(torch, spec.dtype)).cpu()
+        write_bundle(out, spec, weights, recipe=recipe, solve=report, basis=basis)
     if plots:
         add_files(out, {"r2-map.png": r2_map(report), "r2-layers.png": r2_layers(report)})
     write_card(out)
@@ -147,10 +152,7 @@ def open_reader(
         raise SolveError(
             f"{opened.path}: found {opened.count('holdout')} holdout tokens, needed at least 2: capture with --holdout above 0"
         )
-    if options.inputs == "both" and opened.inputs != "both":
-        raise MismatchError(
-            f"{opened.path}: found statistics of like kinds only, needed keys by values: capture with --inputs both"
-        )
+    options = options.for_store(opened)
     place = find_device(device)
     try:
         torch.zeros(1, dtype=torch.float64, device=place)
@@ -164,11 +166,10 @@ def open_reader(
         precision = "mixed" if slow else "float64"
     reader = Reader(opened, device=place, memory_budget=memory_budget, precision=precision)
     n_source = opened.source.n_layers
-    options.check_layers(n_source)
     largest = n_source if isinstance(options.top_k, str) else options.top_k
     # Before anything long: what is known to be too much is refused now.
-    inputs = input_set(reader.models, "keys", range(largest), options.support, options.inputs)
-    check_budget(inputs, memory_budget, precision)
+    inputs = Fitter(reader, options).reads("keys", tuple(range(largest)))
+    check_budget(inputs, memory_budget, precision, basis=options.rank != "none")
     return reader
 
 
@@ -178,46 +179,24 @@ def probe_kinds(reader: Reader, options: Options, progress: bool = True) -> dict
     return {kind: probe(reader, kind, progress=progress, **arguments) for kind in KINDS}  # type: ignore[arg-type]
 
 
-def _solve_layers(fitter: Fitter, sets: Sets, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Put weight and bias of every layer map into the scratch folder, in the stored dtype; give what the report says of it."""
-    dtype: torch.dtype = getattr(torch, fitter.options.dtype)
-    for fitted in fitter.fit(sets):
+def _solve_layers(fitter: Fitter, choice: Choice, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Put weight and bias of every map into the scratch folder; give what the report says of it."""
+    targets = len(fitter.targets)
+    for fitted in track(choice.fit(fitter), "solve", "maps", total=targets, show=fitter.progress):
         # Biases stay in float32: they are few, and key biases can be hundreds of times the spread.
-        weight, bias = fitted.weight.to(dtype).cpu().contiguous(), fitted.bias.float().cpu().contiguous()
+        weight, bias = fitted.weight.cpu().contiguous(), fitted.bias.cpu().contiguous()
         if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
             raise SolveError(
                 f"{fitted.kind} of target layer {fitted.layer_index}: found weights beyond {fitter.options.dtype}, needed "
                 f"finite ones: use --dtype float32"
             )
-        save_file({"weight": weight, "bias": bias}, _path(scratch, fitted.kind, fitted.layer_index))
-        yield _detail(fitted)
+        # Through bytes: the library's own writer reports a full disk as an error of its own kind.
+        _path(scratch, fitted.kind, fitted.layer_index).write_bytes(save({"weight": weight, "bias": bias}))
+        yield layer_report(fitted)
 
 
 def _path(scratch: Path, kind: Kind, layer_index: int) -> Path:
     return scratch / f"{kind}-{layer_index}.safetensors"
-
-
-def _load(scratch: Path, kind: Kind, layer_index: int) -> tuple[Tensor, Tensor]:
-    path = _path(scratch, kind, layer_index)
-    tensors = load_file(path)
-    return tensors["weight"], tensors["bias"]
-
-
-def _detail(fitted: Fitted) -> dict[str, Any]:
-    gain = fitted.gain
-    return {
-        "kind": fitted.kind,
-        "layer_index": fitted.layer_index,
-        "source_layers": list(fitted.source_layers),
-        "penalty": fitted.penalty,
-        "r2_fit": fitted.quality.fit,
-        "r2_holdout": fitted.quality.holdout,
-        "r2_holdout_with_gain": fitted.quality.used,
-        "r2_holdout_heads": fitted.heads,
-        "gain": {"min": float(gain.min()), "median": float(gain.median()), "max": float(gain.max())},
-        "condition": fitted.condition,
-        "damping": fitted.damping,
-    }
 
 
 def _layer_map(detail: dict[str, Any]) -> LayerMap:
@@ -231,8 +210,17 @@ def _layer_map(detail: dict[str, Any]) -> LayerMap:
     )
 
 
-def mapper_spec(store: Store, options: Options, layers: Iterable[LayerMap]) -> MapperSpec:
-    """The spec of a mapper that was solved from a store."""
+def mapper_spec(store: Store, options: Options, layers: Iterable[LayerMap], rank: int | None = None) -> MapperSpec:
+    """The spec of a mapper that was solved from a store.
+
+    Args:
+        store: where from.
+        options: as `Options.for_store` gives them.
+        layers: in the order of the spec.
+        rank: of the shared basis, None for none.
+    """
+    assert options.inputs != "auto", "options are those for the store"
+    assert options.dtype != "auto", "options are those for the store"
     return MapperSpec(
         format_version=FORMAT_VERSION,
         kvfit_version=kvfit.__version__,
@@ -244,41 +232,6 @@ def mapper_spec(store: Store, options: Options, layers: Iterable[LayerMap]) -> M
         gain=options.gain,
         dtype=options.dtype,
         layers=tuple(layers),
+        lexical_lags=options.lags(store),
+        rank=rank,
     )
-
-
-def _report(reader: Reader, options: Options, probes: dict[Kind, Probe], details: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of solve.json."""
-
-    def summary(kind: Kind) -> dict[str, Any]:
-        of_kind = [detail for detail in details if detail["kind"] == kind]
-        single = probes[kind].layers
-        best = single["holdout"].argmax(1, keepdim=True)
-
-        def mean(name: str) -> float:
-            return float(sum(detail[name] for detail in of_kind) / len(of_kind))
-
-        return {
-            "single": {split: float(single[split].gather(1, best).mean()) for split in SPLITS},
-            "chosen": {split: mean(f"r2_{split}") for split in SPLITS},
-            "chosen_with_gain": {"holdout": mean("r2_holdout_with_gain")},
-        }
-
-    one = probes["keys"]
-    return {
-        "options": dataclasses.asdict(options),
-        "precision": reader.precision,
-        "tokens": {split: reader.store.count(split) for split in SPLITS},
-        "gain_split": "holdout" if reader.store.count("holdout") >= HOLDOUT_ENOUGH else "fit",
-        "r2": {kind: summary(kind) for kind in KINDS},
-        "layers": details,
-        "probe": {
-            "support": one.support,
-            "penalty": one.penalty,
-            **{
-                kind: {split: probes[kind].layers[split].tolist() for split in SPLITS}
-                | {f"{split}_heads": probes[kind].heads[split].tolist() for split in SPLITS}
-                for kind in KINDS
-            },
-        },
-    }

@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfit.bundle.files import whole_folder, write_file
 from kvfit.errors import OptionError
 from kvfit.fit.plots import sweep_curves
+from kvfit.fit.progress import track
 from kvfit.fit.solve.fitter import Fitter, Quality, Sets
 from kvfit.fit.solve.options import Options
 from kvfit.fit.solve.ridge import Precision
@@ -123,26 +123,26 @@ def sweep(
     """
     options, out = options or Options(), Path(out)
     check_new(out)
+    # Under a shared basis solve.json has the error of every rank; what is swept here are maps of their own.
+    options = dataclasses.replace(options, rank="none", cost=None)
     combinations = [dataclasses.replace(options, **dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
     largest = max(combinations, key=lambda asked: asked.top_k if isinstance(asked.top_k, int) else math.inf)
     full = [asked for asked in combinations if asked.support == "full"]
     wanted = dataclasses.replace(largest, support="full" if full else "head")
     reader = open_reader(store, wanted, device=device, memory_budget=memory_budget, precision=precision)
-    for asked in combinations:
-        asked.check_layers(reader.store.source.n_layers)
+    combinations = [asked.for_store(reader.store) for asked in combinations]
     shared: dict[Options, dict[Any, Quality]] = {}
     probes: dict[Support, dict[Kind, Probe]] = {}
     times: dict[tuple[Any, ...], float] = {}
     rows = []
-    for asked in tqdm(combinations, desc="sweep", disable=None if progress else True):
+    for asked in track(combinations, "sweep", "maps", show=progress):
         # What was measured serves every combination that differs in layers and penalties only.
         known = shared.setdefault(dataclasses.replace(asked, top_k="all", penalty="auto", select="independent"), {})
         fitter = Fitter(reader, asked, progress=False, known=known)
         if asked.support not in probes:
             probes[asked.support] = probe_kinds(reader, asked, progress)
-        chosen = fitter.choose(probes[asked.support])
         others = {p for one in combinations if dataclasses.replace(one, penalty=asked.penalty) == asked for p in one.penalties}
-        rows.append(_row(fitter, fitter.sets(chosen), sorted(others), times))
+        rows.append(_row(fitter, fitter.sets(fitter.choose(probes[asked.support])), sorted(others), times))
     with whole_folder(out) as folder:
         write_file(folder / "sweep.csv", _csv(rows))
         write_file(folder / "sweep.png", sweep_curves(rows))

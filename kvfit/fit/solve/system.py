@@ -11,11 +11,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 from torch import Tensor
 
-from kvfit.fit.stats.layout import Block
+from kvfit.fit.stats.layout import InputBlock
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, Support
 
 Layers = tuple[int, ...]
@@ -62,7 +61,7 @@ class InputSet:
 
     source: ModelSpec
     target: ModelSpec
-    blocks: tuple[Block, ...]
+    blocks: tuple[InputBlock, ...]
     support: Support = "full"
 
     @cached_property
@@ -79,7 +78,7 @@ class InputSet:
         heads = [source_head(head, self.source.n_heads, self.target.n_heads) for head in range(self.target.n_heads)]
         return [(slice(a * d, (a + 1) * d), slice(head * e, (head + 1) * e)) for head, a in enumerate(heads)]
 
-    def width(self, block: Block) -> int:
+    def width(self, block: InputBlock) -> int:
         """Inputs that one regression has from a block."""
         if block[0] not in KINDS:
             return 2 * self.target.width
@@ -129,5 +128,6 @@ def input_set(
         n_lags: how many lags of lexical inputs are read; 0 for none.
     """
     kinds = (kind,) if inputs == "same" else KINDS
-    blocks = [(kind, i) for kind in kinds for i in source_layers] + [cast(Block, ("lexical", n)) for n in range(n_lags)]
+    blocks: list[InputBlock] = [(kind, i) for kind in kinds for i in source_layers]
+    blocks += [("lexical", n) for n in range(n_lags)]
     return InputSet(*models, tuple(blocks), support)

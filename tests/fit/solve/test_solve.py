@@ -33,8 +33,12 @@ def store(pair: Planted, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pair.store(tmp_path_factory.mktemp("planted") / "pair.zarr")
 
 
+# Keys from keys and values from values, a map of its own for every layer, whatever the store has.
+PLAIN: dict[str, Any] = {"inputs": "same", "rank": "none", "cost": None}
+
+
 def solved(store: Path, out: Path, **options: Any) -> tuple[Bundle, dict[str, Any]]:
-    report = solve(store, out, options=Options(**options), progress=False).report
+    report = solve(store, out, options=Options(**PLAIN | options), progress=False).report
     return Bundle.open(out), report
 
 
@@ -147,7 +151,7 @@ def test_the_oracle_can_fail(pair: Planted, store: Path, tmp_path: Path) -> None
 def test_head_support_follows_from_the_geometry(tmp_path: Path, source_heads: Any, target_heads: Any) -> None:
     pair = plant([(0,), (1,)], n_source_layers=2, source_heads=source_heads, target_heads=target_heads)
     bundle, _ = solved(pair.store(tmp_path / "s.zarr"), tmp_path / "bundle", top_k="all", penalty=0.01, support="head")
-    options = Options(penalty=0.01, support="head")
+    options = Options(**PLAIN, penalty=0.01, support="head")
     for kind in KINDS:
         truth = pair.outputs("holdout", kind, 1)
         np.testing.assert_allclose(
@@ -292,7 +296,7 @@ def test_refusals(store: Path, tmp_path: Path) -> None:
         same, source={s: {k: [torch.ones_like(x) for x in v] for k, v in side.items()} for s, side in same.source.items()}
     )
     with pytest.raises(SolveError, match="keys of source layer 0: found source inputs that never vary"):
-        solve(still.store(tmp_path / "still.zarr"), tmp_path / "bundle", progress=False)
+        solve(still.store(tmp_path / "still.zarr"), tmp_path / "bundle", options=Options(**PLAIN), progress=False)
     assert not (tmp_path / "bundle").exists()
 
 
@@ -393,7 +397,7 @@ def test_mixed_precision_gives_the_same_map(store: Path, tmp_path: Path) -> None
 
 def test_too_small_a_budget_is_refused_before_anything_is_solved(store: Path, tmp_path: Path) -> None:
     with pytest.raises(SolveError, match=r"--memory-budget: found 0\.00 GiB, needed 0\.06 GiB to factor 24 inputs"):
-        solve(store, tmp_path / "bundle", memory_budget=1 << 20, progress=False)
+        solve(store, tmp_path / "bundle", options=Options(**PLAIN), memory_budget=1 << 20, progress=False)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,143 @@
+"""Which closed-form map is solved for: maps of their own per layer, or a shared basis of some rank, under a cost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvfit.cost import Cost, Prefill, affordable_parameters, cost_of, lexical_flops
+from kvfit.fit.solve.fitter import Fitted, Fitter, Sets
+from kvfit.fit.solve.reduced import RankCurve, fit_reduced, rank_curve, shared_inputs, shared_penalty
+from kvfit.fit.solve.regression import Basis, find_directions
+from kvfit.fit.solve.select import Probe
+from kvfit.fit.solve.system import InputSet
+from kvfit.spec import Kind
+
+LOGGER = logging.getLogger("kvfit")
+# A basis that keeps less than this share of what a full one explains is no map to ship: by hand, a basis that kept 90 % lost
+# more than half of what the full one recovered.
+KEPT_ENOUGH = 0.95
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is solved for: `sets` with a map of its own per target block, or `basis`.
+
+    Attributes:
+        sets: what each target block reads; None under a basis.
+        basis: the shared basis, as the stored dtype holds it; None without.
+        report: how it was chosen, for solve.json.
+    """
+
+    sets: Sets | None
+    basis: Basis | None
+    report: dict[str, Any]
+
+    @property
+    def rank(self) -> int | None:
+        """r, None without a basis."""
+        return None if self.basis is None else self.basis.weight.shape[1]
+
+    def fit(self, fitter: Fitter) -> Iterator[Fitted]:
+        """Every map."""
+        if self.basis is not None:
+            return fit_reduced(fitter, self.basis)
+        assert self.sets is not None
+        return fitter.fit(self.sets)
+
+
+def choose(fitter: Fitter, probes: dict[Kind, Probe], prefill: Prefill) -> Choice:
+    """The best map by the holdout split among those that the options allow and the cost affords.
+
+    Where no useful map is within the cost, which happens for pairs of small models, the best is taken all the same, with a
+    warning: what a map must cost shows in time, and `evaluate` measures that.
+    """
+    budget = _Budget(fitter, prefill)
+    if fitter.options.rank == "none":
+        return _separate(fitter, probes, budget)
+    return _shared(fitter, probes, budget)
+
+
+class _Budget:
+    """What maps of one fitter may cost."""
+
+    def __init__(self, fitter: Fitter, prefill: Prefill) -> None:
+        self.limit = fitter.options.cost
+        self._dtype, self._prefill = fitter.options.dtype, prefill
+        self._extra = lexical_flops(fitter.reader.store.target, len(fitter.lags))
+
+    def cost(self, parameters: float) -> Cost:
+        return cost_of(parameters, self._dtype, self._prefill, self._extra)
+
+    def affords(self, parameters: float) -> bool:
+        return self.limit is None or self.cost(parameters).share <= self.limit
+
+    def most(self) -> int | None:
+        """Weights that it affords, None for any number."""
+        return None if self.limit is None else affordable_parameters(self._dtype, self._prefill, self.limit, self._extra)
+
+    def warn(self, cost: Cost, why: str) -> None:
+        LOGGER.warning(
+            "solve: %s; this map takes %s, above the %.2g %% of --cost: see whether it pays at the lengths that evaluate times",
+            why, cost, 100 * (self.limit or 0),
+        )  # fmt: skip
+
+
+def _separate(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
+    """Maps of their own per target block; from fewer source layers where all of them cost too much."""
+    options, width = fitter.options, fitter.reader.store.target.width
+    report: dict[str, Any] = {"kind": "separate"}
+    if options.top_k == "all" and budget.limit is not None:
+        sizes = [fitter.reads("keys", tuple(range(k))).n_inputs for k in range(1, fitter.reader.store.source.n_layers + 1)]
+        affordable = sum(budget.affords(size * width * len(fitter.targets)) for size in sizes)
+        if affordable == 0:
+            budget.warn(budget.cost(sizes[-1] * width * len(fitter.targets)), "no map of this pair costs less")
+        elif affordable < len(sizes):
+            LOGGER.info("solve: %d of %d source layers are within --cost", affordable, len(sizes))
+            fitter = fitter.changed(replace(options, top_k=affordable))
+            report["source_layers_within_cost"] = affordable
+    return Choice(fitter.sets(fitter.choose(probes)), None, report)
+
+
+def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
+    """A shared basis; separate maps instead where the rank is free and they cost no more."""
+    options, store = fitter.options, fitter.reader.store
+    inputs = shared_inputs(fitter, probes)
+    outputs = len(fitter.targets) * store.target.width
+    most = min(inputs.n_inputs, outputs)
+    found = find_directions(fitter.reader, inputs, fitter.targets, shared_penalty(fitter, inputs), options.penalty_scale)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    too_dear = False
+    if isinstance(options.rank, int):
+        rank = min(options.rank, most)
+        curve = rank_curve(fitter, found.basis(rank))
+    else:
+        limit = _affordable_rank(inputs, outputs, budget)
+        if limit is not None and (limit < 1 or found.kept(limit) < KEPT_ENOUGH):
+            limit, too_dear = None, True
+        curve = rank_curve(fitter, found.basis(most if limit is None else min(limit, most)))
+        rank = curve.best()
+        separate, shared = inputs.n_inputs * outputs, rank * (inputs.n_inputs + outputs)
+        if too_dear:
+            budget.warn(budget.cost(min(separate, shared)), "no useful map of this pair costs less")
+        if separate <= shared:
+            return Choice(dict.fromkeys(fitter.targets, inputs), None, _report(curve, None, found.kept(rank)))
+    return Choice(None, found.basis(rank, dtype), _report(curve, rank, found.kept(rank)))
+
+
+def _affordable_rank(inputs: InputSet, outputs: int, budget: _Budget) -> int | None:
+    weights = budget.most()
+    return None if weights is None else weights // (inputs.n_inputs + outputs)
+
+
+def _report(curve: RankCurve, rank: int | None, kept: float) -> dict[str, Any]:
+    return {
+        "kind": "separate" if rank is None else "shared",
+        "ranks": curve.ranks,
+        "holdout_errors": curve.errors,
+        "variance_kept": kept,
+    }
