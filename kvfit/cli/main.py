@@ -214,6 +214,40 @@ def solve(
 
 @cli.command()
 @click.argument("bundle", type=path)
+@click.option("--out", required=True, type=path, help="The refined bundle's folder; must not exist.")
+@click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
+@click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
+@click.option("--dataset", "datasets", multiple=True, type=ref, help="Text to learn from, in turn; several times for several.")
+@click.option("--text-column", default="text", help="Column that holds the text.")
+@click.option("--num-sequences", default=64, help="Sequences to learn from and to stop by.")
+@click.option("--seq-len", default=512, help="Tokens of a sequence.")
+@click.option("--holdout", default=0.25, help="Share of the sequences that says when to stop and whether the result is better.")
+@click.option("--rank", default=64, help="Rank of the correction of each map.")
+@click.option("--steps", default=300, help="Most steps of training.")
+@click.option("--learning-rate", default=3e-3, help="Of Adam, in standard deviations of an output.")
+@click.option("--batch-size", default=4, help="Sequences of a step.")
+@click.option("--seed", default=0, help="Of batches and lengths.")
+@loading_options
+@json_option
+def refine(
+    bundle: str, out: str, source: str | None, target: str | None, datasets: tuple[str, ...], as_json: bool, **values: Any
+) -> None:
+    """Train BUNDLE's maps through the frozen target for a few hundred steps. Writes a new bundle only if it is better."""
+    from kvfit.cli.fit import local_refs
+    from kvfit.fit.capture.text import TextOptions
+    from kvfit.fit.refine import refine as verb
+
+    column, loading = values.pop("text_column"), _loading(values)
+    texts = [TextOptions(dataset, column=column) for dataset in datasets or ("HuggingFaceFW/fineweb-edu", "demo:facts")]
+    training = {name: values.pop(name) for name in ("steps", "learning_rate", "batch_size", "seed")}
+    options = verb.Options(**values, schedule=verb.Schedule(**training))
+    remembered = local_refs(bundle)
+    source, target = source or remembered[0], target or remembered[1]
+    say(verb.refine(bundle, out, texts=texts, source=source, target=target, options=options, loading=loading), as_json)
+
+
+@cli.command()
+@click.argument("bundle", type=path)
 @click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
 @click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
 @text_options("demo:heldout")

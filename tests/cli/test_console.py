@@ -92,7 +92,7 @@ def without(modules: tuple[str, ...], *words: str) -> subprocess.CompletedProces
 HEAVY = ("demo", "capture a b --out c", "solve a --out b", "evaluate a", "plan a b", "inspect demo:source", "merge a --out b")
 
 
-@pytest.mark.parametrize("words", [*HEAVY, "fit a b"])
+@pytest.mark.parametrize("words", [*HEAVY, "fit a b", "refine a --out b"])
 def test_a_heavy_verb_without_the_extra_is_one_line(tmp_path: Path, words: str) -> None:
     gone = tuple(module for module in console.EXTRAS["fit"] if module != "click")
     done = without(gone, *(str(tmp_path / word) if word in "abc" else word for word in words.split()))
