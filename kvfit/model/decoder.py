@@ -103,16 +103,21 @@ def loaded_tensor(model: Any, module: Any, name: str) -> Tensor:
 
 def layer_devices(model: Any, n_layers: int) -> list[torch.device]:
     """The device that each decoder layer runs on; the model's own for layers that cannot be found by name."""
-    devices: dict[int, torch.device] = {}
+    return [running_device(module, name) for module, name in layer_parameters(model, n_layers)] or [torch.device("cpu")] * n_layers
+
+
+def layer_parameters(model: Any, n_layers: int) -> list[tuple[Any, str]]:
+    """The module and name of one parameter of each decoder layer, for `running_device`; [] where no layer is found by name."""
+    found: dict[int, tuple[Any, str]] = {}
     for path, module in unwrapped(model).named_modules():
-        found = layer_path(path)
-        if found is None or found[0] in devices:
+        place = layer_path(path)
+        if place is None or place[0] in found:
             continue
-        for tensor in module._parameters.values():
+        for name, tensor in module._parameters.items():
             if tensor is not None:
-                devices.setdefault(found[0], _running_device(module, tensor))
-    fallback = next(iter(devices.values()), torch.device("cpu"))
-    return [devices.get(layer_index, fallback) for layer_index in range(n_layers)]
+                found.setdefault(place[0], (module, name))
+    fallback = next(iter(found.values()), None)
+    return [] if fallback is None else [found.get(layer_index, fallback) for layer_index in range(n_layers)]
 
 
 def input_device(model: Any) -> torch.device:
@@ -129,12 +134,14 @@ def some_tokens(model: Any, count: int) -> Tensor:
     return (torch.arange(count, device=input_device(model)) * 5 + vocabulary // 3) % vocabulary
 
 
-def _running_device(module: Any, tensor: Tensor) -> torch.device:
+def running_device(module: Any, name: str) -> torch.device:
+    """The device that a module runs on; `name` is one of its parameters."""
     for hook in _hooks(module):  # an offloaded weight is elsewhere until its layer runs
         execution = getattr(hook, "execution_device", None)
         if execution is not None:
             return torch.device(execution)
-    return tensor.device
+    device: torch.device = module._parameters[name].device
+    return device
 
 
 def _hooks(module: Any) -> tuple[Any, ...]:

@@ -325,7 +325,7 @@ class Mapper:
         n_layers = self.spec.target.n_layers
         if target_model is not None:
             dtype = caches.cache_dtype(target_model)
-            places = [Place(device, dtype) for device in caches.layer_devices(target_model, n_layers)]
+            places = [Place(device, dtype) for device in self._models.target_devices(target_model)]
         else:
             first = self.spec.mapped_layers[0]
             places = [Place(self._weights["keys", max(i, first)][0].device, pairs[0][0].dtype) for i in range(n_layers)]

@@ -34,6 +34,8 @@ N_HEADS = 16
 WINDOW_TOKENS = 16
 QUESTION_TOKENS = 8
 DRAFT_TOKENS = 12
+# Tokens of the source's cache that are compared with the ids, at most.
+CHECKED_TOKENS = 1024
 
 # `auto` covers this share of what the queries look at, with no fewer and no more tokens than these shares of the prefix.
 AUTO_COVERED = 0.9
@@ -167,20 +169,23 @@ class _Reader:
         Raises:
             MismatchError: names the first token.
         """
-        held, positions = self.pairs[0][1], None
-        if self.mask is not None:
-            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, : self.prefix]
+        # The last tokens, where beams differ, and some of all the others, since an edit moves what comes after it.
+        near = min(self.prefix, CHECKED_TOKENS // 2)
+        far = torch.arange(0, self.prefix - near, max(1, -(-2 * (self.prefix - near) // CHECKED_TOKENS)))
+        tokens = torch.cat([far, torch.arange(self.prefix - near, self.prefix)]).to(self.input_ids.device)
+        mask = torch.ones_like(self.input_ids) if self.mask is None else self.mask
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, tokens]
         try:
-            _, wanted = first_layer(self.model, self.input_ids[:, : self.prefix], positions)
+            _, wanted = first_layer(self.model, self.input_ids[:, tokens], positions)
         except UnsupportedModelError:  # what a token's layer 0 is cannot be told without the tokens before it
             return
+        held = self.pairs[0][1][:, :, tokens.to(self.pairs[0][1].device)].float()
         wanted = wanted.to(held.device, torch.float32)
-        error = (held.float() - wanted).abs().amax((1, 3)) / wanted.abs().amax((1, 3)).clamp(min=1e-6)  # (B, prefix)
-        if self.mask is not None:
-            error = error.masked_fill(self.mask[:, : self.prefix].to(error.device) == 0, 0.0)
-        wrong = error > 0.25  # other arithmetic differs by a few hundredths at most
+        error = (held - wanted).abs().amax((1, 3)) / wanted.abs().amax((1, 3)).clamp(min=1e-6)  # (B, tokens)
+        wrong = (error > 0.25) & (mask[:, tokens] != 0).to(error.device)  # other arithmetic differs by a few hundredths at most
         if bool(wrong.any()):
             row, token = wrong.nonzero()[0].tolist()
+            token = int(tokens[token])
             raise MismatchError(
                 f"source_cache: found keys and values of another token than input_ids has at row {row}, token {token}, needed "
                 "the cache of these very ids: beam search, returned sequences and edited text leave other ones"

@@ -103,27 +103,31 @@ def rewrite(
     model = unwrapped(model)
     refuse_attention(model, "to run chosen tokens")
     pieces = torch.split(tokens, chunk_tokens, dim=1)
-    ends = torch.stack([piece.amax() + 1 for piece in pieces]).tolist()
     real = attention_mask.to(tokens.device).bool()
+    *ends, padded = torch.stack([*(piece.amax() + 1 for piece in pieces), (~real).any()]).tolist()  # one reading
     for piece, stop in zip(pieces, ends, strict=True):
         base_model(model)(
             input_ids=input_ids.gather(1, piece.to(input_ids.device)),
-            attention_mask=_masks(model, piece, real[:, :stop], windows),
+            attention_mask=_masks(model, piece, real[:, :stop], bool(padded), windows),
             position_ids=position_ids.gather(1, piece.to(position_ids.device)),
             use_cache=True,
             **{cache_argument(model): _rewriting_cache(cache, piece, stop)},
         )
 
 
-def _masks(model: Any, tokens: Tensor, real: Tensor, windows: Sequence[int | None]) -> Any:
+def _masks(model: Any, tokens: Tensor, real: Tensor, padded: bool, windows: Sequence[int | None]) -> Any:
     """Masks (B, 1, C, T) to be added, of the tokens (B, C) over the first T; one per kind of layer where windows differ."""
     dtype = cache_dtype(model)
-    distance = tokens[:, :, None] - torch.arange(real.shape[1], device=tokens.device)  # (B, C, T)
-    allowed = (distance > 0) & real[:, None, :] | (distance == 0)
+    rows = tokens[:, :, None].int()  # half the memory of whole numbers of 8 bytes, on the way to (B, C, T)
+    columns = torch.arange(real.shape[1], dtype=torch.int32, device=tokens.device)
+    unseen = columns > rows
+    if padded:  # a token of the padding sees itself, so that its row is not empty
+        unseen |= ~real[:, None, :] & (columns != rows)
+    none, all_of_it = torch.zeros((), dtype=dtype, device=tokens.device), torch.finfo(dtype).min
 
     def additive(window: int | None) -> Tensor:  # the one form of mask that every backend adds or takes
-        seen = allowed if window is None else allowed & (distance < window)
-        return torch.zeros(seen.shape, dtype=dtype, device=tokens.device).masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
+        hidden = unseen if window is None else unseen | (columns <= rows - window)
+        return torch.where(hidden, all_of_it, none)[:, None]
 
     if len(set(windows)) == 1:
         return additive(windows[0])

@@ -162,7 +162,9 @@ class Transfer:
         for layer_index, place in self.exact:
             assert self.moved.first_layer is not None
             keys, values = (
-                half[:, :, half.shape[2] - self.total :].to(place.device, place.dtype, copy=True)
+                half[:, :, half.shape[2] - self.total :].to(
+                    place.device, place.dtype, non_blocking=place.device.type != "cpu", copy=True
+                )
                 for half in self.moved.first_layer
             )
             yield layer_index, (keys, values)
