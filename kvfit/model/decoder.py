@@ -103,19 +103,20 @@ def loaded_tensor(model: Any, module: Any, name: str) -> Tensor:
 
 def layer_devices(model: Any, n_layers: int) -> list[torch.device]:
     """The device that each decoder layer runs on; the model's own for layers that cannot be found by name."""
-    return [running_device(module, name) for module, name in layer_parameters(model, n_layers)] or [torch.device("cpu")] * n_layers
+    found = [running_device(model, path, name) for path, name in layer_parameters(model, n_layers)]
+    return found or [torch.device("cpu")] * n_layers
 
 
-def layer_parameters(model: Any, n_layers: int) -> list[tuple[Any, str]]:
-    """The module and name of one parameter of each decoder layer, for `running_device`; [] where no layer is found by name."""
-    found: dict[int, tuple[Any, str]] = {}
+def layer_parameters(model: Any, n_layers: int) -> list[tuple[str, str]]:
+    """One parameter of each decoder layer, as the path of its module and its name; [] where no layer is found by name."""
+    found: dict[int, tuple[str, str]] = {}
     for path, module in unwrapped(model).named_modules():
         place = layer_path(path)
         if place is None or place[0] in found:
             continue
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                found.setdefault(place[0], (module, name))
+                found.setdefault(place[0], (path, name))
     fallback = next(iter(found.values()), None)
     return [] if fallback is None else [found.get(layer_index, fallback) for layer_index in range(n_layers)]
 
@@ -134,13 +135,18 @@ def some_tokens(model: Any, count: int) -> Tensor:
     return (torch.arange(count, device=input_device(model)) * 5 + vocabulary // 3) % vocabulary
 
 
-def running_device(module: Any, name: str) -> torch.device:
-    """The device that a module runs on; `name` is one of its parameters."""
+def running_device(model: Any, path: str, name: str) -> torch.device:
+    """The device that a module of a model runs on; `name` is one of its parameters.
+
+    Raises:
+        AttributeError: the model has no such module or parameter any more.
+    """
+    module = unwrapped(model).get_submodule(path)
     for hook in _hooks(module):  # an offloaded weight is elsewhere until its layer runs
         execution = getattr(hook, "execution_device", None)
         if execution is not None:
             return torch.device(execution)
-    device: torch.device = module._parameters[name].device
+    device: torch.device = getattr(module, name).device
     return device
 
 

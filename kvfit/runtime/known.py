@@ -26,7 +26,7 @@ class KnownModels:
         self._specs: dict[str, ModelSpec] = {"source": spec.source, "target": spec.target}
         self._spec = spec
         self._stamps: weakref.WeakKeyDictionary[Any, dict[str, WeightStamp]] = weakref.WeakKeyDictionary()
-        self._layers: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
+        self._layers: weakref.WeakKeyDictionary[Any, list[tuple[str, str]]] = weakref.WeakKeyDictionary()
         self._rewrites: weakref.WeakSet[Any] = weakref.WeakSet()
         self._bound: weakref.ref[Any] | None = None
         self._lock = threading.Lock()
@@ -72,11 +72,14 @@ class KnownModels:
     def target_devices(self, target_model: Any) -> list[torch.device]:
         """The device of each of the target's layers. The model's modules are walked once, and only looked at later."""
         model, n_layers = unwrapped(target_model), self._spec.target.n_layers
-        known = [(module(), name) for module, name in self._layers.get(model, [])]
-        if not known or any(module is None or module._parameters.get(name) is None for module, name in known):
-            known = layer_parameters(model, n_layers)
-            self._layers[model] = [(weakref.ref(module), name) for module, name in known]
-        return [running_device(module, name) for module, name in known] or [torch.device("cpu")] * n_layers
+        if model not in self._layers:
+            self._layers[model] = layer_parameters(model, n_layers)
+        try:
+            found = [running_device(model, path, name) for path, name in self._layers[model]]
+        except AttributeError:  # an adapter was put on or taken off
+            self._layers[model] = layer_parameters(model, n_layers)
+            found = [running_device(model, path, name) for path, name in self._layers[model]]
+        return found or [torch.device("cpu")] * n_layers
 
     def verify(self, role: Role, model: Any, *tokenizer: Any) -> None:
         """Check a model, and a tokenizer where one is given, whether it is known or not.
