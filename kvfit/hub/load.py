@@ -18,8 +18,22 @@ if TYPE_CHECKING:
 
     from kvfit.runtime.mapper import Mapper
 
-PATTERNS = ["mapper.json", "mapper-*.safetensors", "recipe.json", "solve.json", "evaluation.*", "fit.yaml", "README.md"]
-PATTERNS += ["LICENSE", "*.png", "*.svg", manifest.MANIFEST]
+# Names of a bundle's files: what else a repository holds is not fetched.
+PATTERNS = [
+    manifest.MANIFEST,
+    "mapper.json",
+    "mapper-*.safetensors",
+    "recipe.json",
+    "solve.json",
+    "evaluation.json",
+    "evaluation.md",
+    "evaluation.html",
+    "fit.yaml",
+    "README.md",
+    "LICENSE",
+    "*.png",
+    "*.svg",
+]
 
 
 def load_mapper(

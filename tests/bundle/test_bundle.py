@@ -393,7 +393,8 @@ def test_writing_holds_one_file_in_memory(tmp_path):
 def test_importing_the_reader_imports_nothing_heavy():
     code = (
         "import sys, kvfit.bundle.bundle, kvfit.hub.load, kvfit.hub.push, kvfit.hub.verify, kvfit.hub.card\n"
-        "print([m for m in ('transformers','zarr','datasets','click','huggingface_hub') if m in sys.modules])"
+        "heavy = ('transformers', 'zarr', 'datasets', 'click', 'huggingface_hub', 'jinja2', 'filelock')\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
     assert found.stdout.strip() == "[]"

@@ -430,6 +430,18 @@ def test_a_picture_that_arrived_as_another_is_found_though_it_is_a_large_file(hu
     assert push(bundle, NAME, tag="v1").status == "unchanged"
 
 
+def test_every_file_that_a_bundle_may_have_is_published_and_fetched(hub, bundle):
+    names = ("README.md", "LICENSE", "evaluation.md", "evaluation.html", "fit.yaml", "r2-map.png", "curve.svg")
+    add_files(bundle, {name: f"of {name}".encode() for name in names if name != "README.md"})
+    push(bundle, NAME, tag="v1")
+    found = Bundle.open(resolve(NAME, "v1"))
+    assert set(names) < set(found.digests)
+    # What is no part of a bundle is not fetched, so it stops nobody.
+    repository = hub.repositories[NAME]
+    repository.commit(repository.tree | {"evaluation.py": File(b"raise SystemExit", False)}, "main")
+    assert Bundle.open(resolve(NAME)).digests == found.digests
+
+
 def test_local_files_only(hub, bundle):
     push(bundle, NAME, tag="v1")
     with pytest.raises(RefError, match=r"org/mapper@v1: not in the local cache and it was not to be asked"):
