@@ -1,0 +1,287 @@
+"""Make the table of docs/quality.md: what each step of the fit brings on one pair of models, quality and cost side by side.
+
+    python scripts/quality_table.py SOURCE TARGET --text TEXT --heldout TEXT --work FOLDER --out docs/quality.md
+
+Everything goes through kvfit's own functions: capture, merge, solve, refine, evaluate. What is in the work folder is not made
+again, so a run that was stopped goes on where it was, and a run with other rows makes only those. TEXT is a dataset as `kvfit
+capture` takes it; the facts text is generated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvfit.bundle.bundle import Bundle
+from kvfit.fit.capture import capture as capturing
+from kvfit.fit.capture.facts import facts
+from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.evaluate import evaluate as evaluating
+from kvfit.fit.refine import refine as refining
+from kvfit.fit.solve.options import Options as SolveOptions
+from kvfit.fit.solve.solve import solve
+from kvfit.fit.stats.merge import merge
+from kvfit.fit.stats.record import read_record
+from kvfit.spec import KINDS
+
+PLAIN: dict[str, Any] = {"inputs": "both", "lexical": "none", "rank": "none"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A bundle of the table.
+
+    Attributes:
+        name: of its row.
+        calibration: ``text``, or ``mix`` for text and facts.
+        solve: options of `solve`.
+        recompute: shares of the prefix that the target recomputes, one row each.
+        start: name of the step that it refines; None for a solved one.
+    """
+
+    name: str
+    calibration: str = "mix"
+    solve: dict[str, Any] = field(default_factory=dict)
+    recompute: tuple[float, ...] = (0.0,)
+    start: str | None = None
+
+
+STEPS = (
+    Step(
+        "8 best layers, like kinds, no gain",
+        "text",
+        {"inputs": "same", "lexical": "none", "rank": "none", "top_k": 8, "gain": "none"},
+    ),
+    Step("all layers, keys and values, no gain", "text", {**PLAIN, "gain": "none"}),
+    Step("+ gain", "text", PLAIN),
+    Step("+ target layer 0", "text", {**PLAIN, "lexical": "auto"}),
+    Step("+ gain and facts text, without target layer 0", "mix", PLAIN),
+    Step("+ gain, target layer 0 and facts text", "mix", {**PLAIN, "lexical": "auto"}, (0.0, 0.02, 0.1)),
+    Step("+ shared basis (default of solve)", "mix", {}, (0.0, 0.1)),
+    Step("+ refined", "mix", recompute=(0.0, 0.1), start="+ shared basis (default of solve)"),
+)
+
+
+def slug(name: str) -> str:
+    """A name as a folder's."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+class Study:
+    """One pair, one work folder."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.work = Path(given.work)
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.text = TextOptions(given.text)
+        self.facts = TextOptions(str(self._facts_file()))
+
+    def _facts_file(self) -> Path:
+        path = self.work / "facts.jsonl"
+        if not path.exists():
+            lines = [json.dumps({"text": text}) + "\n" for text in facts(0, self.n_facts + self.given.refine_sequences)]
+            path.write_text("".join(lines), encoding="utf-8")
+        return path
+
+    @property
+    def n_facts(self) -> int:
+        """Sequences of facts text, so that they are the share of the mix that was asked for."""
+        share = self.given.facts_share
+        return max(2, round(self.given.sequences * share / (1 - share)))
+
+    def made(self, path: Path, make: Callable[[Path], Any]) -> Path:
+        """A path that is made unless it is there; what makes it does so whole or not at all."""
+        if not path.exists():
+            print(f"making {path.name}", flush=True)
+            make(path)
+        return path
+
+    def captured(self, name: str, text: TextOptions, count: int) -> Path:
+        """A store of one text."""
+        options = capturing.Options(
+            num_sequences=count, seq_len=self.given.seq_len, token_stride=self.given.token_stride, holdout=self.given.holdout
+        )
+
+        path = self.work / f"{name}.zarr"
+        if not path.exists() or not read_record(path).finished:
+            print(f"capturing {name}", flush=True)
+            capturing.capture(
+                self.given.source, self.given.target, path, text=text, options=options, resume=True, batch_size=self.given.batch
+            )
+        return path
+
+    def store(self, calibration: str) -> Path:
+        """The statistics of a calibration."""
+        text = self.captured("text", self.text, self.given.sequences)
+        if calibration == "text":
+            return text
+        parts = [text, self.captured("facts", self.facts, self.n_facts)]
+        return self.made(self.work / "mix.zarr", lambda path: merge(parts, path))
+
+    def bundle(self, step: Step) -> Path:
+        """The step's bundle."""
+        path = self.work / "bundles" / slug(step.name)
+        if step.start is None:
+            options = SolveOptions(**step.solve)
+            return self.made(path, lambda out: solve(self.store(step.calibration), out, options=options))
+        start = self.bundle(next(other for other in STEPS if other.name == step.start))
+        options_of_refine = refining.Options(
+            num_sequences=self.given.refine_sequences,
+            seq_len=self.given.seq_len,
+            schedule=refining.Schedule(steps=self.given.refine_steps),
+        )
+
+        def make(out: Path) -> None:
+            found = refining.refine(
+                start,
+                out,
+                texts=(self.text, self.facts),
+                source=self.given.source,
+                target=self.given.target,
+                options=options_of_refine,
+            )
+            print(found, flush=True)
+
+        return self.made(path, make)
+
+    def report(self, step: Step, recompute: float) -> dict[str, Any] | None:
+        """The evaluation of a step; None where there is no bundle because refining did not help."""
+        path = self.work / "reports" / f"{slug(step.name)}-{recompute:g}.json"
+        if not path.exists():
+            bundle = self.bundle(step)
+            if not bundle.exists():
+                return None
+            given = self.given
+            options = evaluating.Options(
+                prefix=given.prefix,
+                continuation=given.continuation,
+                documents=given.documents,
+                probes=given.questions,
+                recompute=recompute,
+                batch_size=given.batch,
+                diagnose=0,
+            )
+            print(f"evaluating {step.name}, {recompute:.0%} recomputed", flush=True)
+            text = TextOptions(given.heldout)
+            found = evaluating.evaluate(bundle, source=given.source, target=given.target, text=text, options=options)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(described(bundle, found.report)), encoding="utf-8")
+        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def described(bundle: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """What the table needs of a bundle and its evaluation."""
+    opened = Bundle.open(bundle)
+    layers = opened.spec.layers
+    r2 = {kind: [layer.r2_holdout for layer in layers if layer.kind == kind] for kind in KINDS}
+    return {
+        "r2": {kind: sum(found) / len(found) for kind, found in r2.items()},
+        "nbytes": opened.nbytes,
+        "ways": report["ways"],
+        "tokens": report["tokens"],
+    }
+
+
+def line(name: str, found: dict[str, Any], way: dict[str, Any], kinds: list[str], *, of_map: bool = True) -> str:
+    """One row of the table."""
+    low, high = (value if value is not None else float("nan") for value in way["interval"])
+    recall = []
+    for kind in kinds:
+        one = way["recall_by_kind"].get(kind)
+        recall.append("" if one is None else f"{one['recall']:.0%} ({one['log_probability']:.2f})")
+    cells = [
+        name,
+        f"{found['r2']['keys']:.3f} / {found['r2']['values']:.3f}" if of_map else "",
+        f"{way['nll']:.3f}",
+        f"{way['share_of_gap']:.0%} ({low:.0%} to {high:.0%})",
+        f"{way['kl']:.3f}",
+        *recall,
+        f"{found['nbytes'] / 1e6:.0f}" if of_map else "",
+        "" if way["share_of_work"] is None else f"{way['share_of_work']:.1%}",
+        "" if way["milliseconds"] is None else f"{way['milliseconds']:.1f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def page(study: Study, found: list[tuple[Step, float, dict[str, Any]]]) -> str:
+    """The text of docs/quality.md."""
+    given, last = study.given, found[-1][2]
+    kinds = list(dict.fromkeys(kind for _, _, one in found for way in one["ways"] for kind in way["recall_by_kind"]))
+    head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", *kinds, "MB", "work", "ms"]
+    lines = [
+        line(f"{step.name}; {share:.0%} recomputed" if share else step.name, one, way, kinds)
+        for step, share, one in found
+        for way in one["ways"]
+        if way["way"] == "handoff"
+    ]
+    others = ("native", "source", "no_context", "mean", "shuffled")
+    lines += [line(way["label"], last, way, kinds, of_map=False) for way in last["ways"] if way["way"] in others]
+    n_mix = given.sequences + study.n_facts
+    return "\n".join([
+        "# What each step brings",
+        "",
+        f"Made by `scripts/quality_table.py` for {Path(given.source).name} -> {Path(given.target).name}; do not edit.",
+        "",
+        f"Maps fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (every token_stride "
+        f"{given.token_stride}), or {n_mix} with facts text. Judged on {last['tokens']['documents']} documents that no "
+        f"map has seen: {given.prefix} tokens of context, {given.continuation} scored; {given.questions} questions a kind. "
+        "The first token is exact in every row.",
+        "",
+        "R2: mean over target layers on the holdout split, before the gain. Share of gap: of the likelihood between the source "
+        "alone and the target with its own cache, with a 95 % interval over documents. KL: nats per token from the target with "
+        "its own cache. Recall: exact answers, and the mean log-probability of the answer's tokens. Work: operations as a "
+        "share of the target's prefill. Ms: for one context on the machine that made the table.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *lines,
+        "",
+    ])  # fmt: skip
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", help="ref of the source model")
+    parser.add_argument("target", help="ref of the target model")
+    parser.add_argument("--text", default="demo:text", help="calibration text")
+    parser.add_argument("--heldout", default="demo:heldout", help="text to judge on")
+    parser.add_argument("--work", required=True, help="folder for stores, bundles and reports")
+    parser.add_argument("--out", default="docs/quality.md", help="the page")
+    for name, default in (
+        ("sequences", 120), ("seq-len", 512), ("token-stride", 1), ("prefix", 384), ("continuation", 128), ("documents", 32),
+        ("questions", 48), ("batch", 4), ("refine-sequences", 64), ("refine-steps", 200),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--facts-share", type=float, default=0.25, help="of the mixed calibration; default 0.25")
+    parser.add_argument("--holdout", type=float, default=0.1, help="share of the sequences that choose penalties; default 0.1")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the steps to make, from 0; default all")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Make what is missing and write the page."""
+    given = arguments()
+    study = Study(given)
+    found = []
+    for number, step in enumerate(STEPS):
+        if given.only and number not in given.only:
+            continue
+        for share in step.recompute:
+            one = study.report(step, share)
+            if one is None:
+                print(f"{step.name}: no better than what it started from, left out", flush=True)
+            else:
+                found.append((step, share, one))
+            # After every row, so that a run that is stopped leaves a page of what it has.
+            if found:
+                Path(given.out).write_text(page(study, found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

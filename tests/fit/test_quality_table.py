@@ -1,0 +1,89 @@
+"""The script that makes docs/quality.md: its steps are ones that solve takes, and its page shows what was measured."""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvfit.fit.solve.options import Options
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "quality_table.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quality_table", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["quality_table"] = module  # where its dataclasses look for themselves
+    spec.loader.exec_module(module)
+    return module
+
+
+def given(work: Path, **changes: Any) -> argparse.Namespace:
+    values = {
+        "source": "demo:source", "target": "demo:target", "text": "demo:text", "heldout": "demo:heldout", "work": str(work),
+        "sequences": 30, "seq_len": 64, "token_stride": 1, "prefix": 48, "continuation": 16, "documents": 4, "questions": 2,
+        "batch": 4, "refine_sequences": 8, "refine_steps": 2, "facts_share": 0.25, "holdout": 0.1,
+    }  # fmt: skip
+    return argparse.Namespace(**{**values, **changes})
+
+
+def way(name: str, **changes: Any) -> dict[str, Any]:
+    row = {
+        "way": name, "label": f"the {name} way", "nll": 2.0, "share_of_gap": 0.5, "interval": [0.25, 0.75], "kl": 0.125,
+        "recall_by_kind": {"names": {"recall": 0.75, "log_probability": -0.5}}, "share_of_work": 0.03, "milliseconds": 12.34,
+    }  # fmt: skip
+    return {**row, **changes}
+
+
+def test_every_step_is_one_that_solve_takes(script: ModuleType) -> None:
+    names = [step.name for step in script.STEPS]
+    assert len({script.slug(name) for name in names}) == len(names)
+    for number, step in enumerate(script.STEPS):
+        assert step.calibration in ("text", "mix")
+        assert step.start is None or step.start in names[:number]
+        Options(**step.solve)
+
+
+def test_the_page_has_a_row_a_step_and_the_ways_to_compare_with(script: ModuleType, tmp_path: Path) -> None:
+    found = {
+        "r2": {"keys": 0.75, "values": 0.5}, "nbytes": 3_000_000, "tokens": {"documents": 4},
+        "ways": [way("native", interval=[None, None]), way("handoff"), way("source", milliseconds=None, share_of_work=0.0)],
+    }  # fmt: skip
+    step = script.Step("a map", "mix", {}, (0.0, 0.1))
+    text = script.page(script.Study(given(tmp_path)), [(step, 0.0, found), (step, 0.1, found)])
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows[1:]] == [
+        "| a map",
+        "| a map; 10% recomputed",
+        "| the native way",
+        "| the source way",
+    ]
+    assert rows[1] == "| a map | 0.750 / 0.500 | 2.000 | 50% (25% to 75%) | 0.125 | 75% (-0.50) | 3 | 3.0% | 12.3 |"
+    assert len({row.count(" | ") for row in rows}) == 1
+
+
+@pytest.mark.parametrize(("sequences", "share", "count"), [(30, 0.25, 10), (90, 0.1, 10), (4, 0.01, 2)])
+def test_facts_are_the_share_that_was_asked_for(
+    script: ModuleType, tmp_path: Path, sequences: int, share: float, count: int
+) -> None:
+    assert script.Study(given(tmp_path, sequences=sequences, facts_share=share)).n_facts == count
+
+
+def test_what_is_there_is_not_made_again(script: ModuleType, tmp_path: Path) -> None:
+    study = script.Study(given(tmp_path))
+    calls: list[Path] = []
+
+    def make(path: Path) -> None:
+        calls.append(path)
+        path.mkdir()
+
+    assert study.made(tmp_path / "once", make) == study.made(tmp_path / "once", make) == tmp_path / "once"
+    assert len(calls) == 1
+    assert (tmp_path / "facts.jsonl").read_text(encoding="utf-8").count("\n") == study.n_facts + 8
