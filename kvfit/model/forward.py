@@ -1,0 +1,94 @@
+"""Running a model on new tokens on top of a cache."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.model.decoder import family, unwrapped
+from kvfit.model.reading import cache_length
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the argument (and output field) that takes the cache: ``cache`` or ``past_key_values``.
+
+    Raises:
+        UnsupportedModelError: `forward` takes neither.
+    """
+    parameters = inspect.signature(unwrapped(model).forward).parameters
+    for name in ("cache", "past_key_values"):
+        if name in parameters:
+            return name
+    raise UnsupportedModelError(
+        f"{family(model)}: forward takes neither cache= nor past_key_values=, needed a model with a cache"
+    )
+
+
+@torch.no_grad()
+def forward(
+    model: Any,
+    input_ids: Tensor,
+    cache: Any,
+    *,
+    position_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    logits_to_keep: int | None = None,
+    base: bool = False,
+) -> Tensor:
+    """Run a model on new tokens on top of a cache, which grows by them.
+
+    Args:
+        model: a causal language model.
+        input_ids: (B, T_new), the tokens that the cache does not hold.
+        cache: a transformers cache; changed in place.
+        position_ids: (B, T_new). Needed by left-padded batches, where it is derived from the mask when it is not given,
+            because `forward` of transformers does not.
+        attention_mask: (B, T_cache + T_new), ones for real tokens; None for all ones.
+        logits_to_keep: logits of this many last tokens only; None for all.
+        base: leave out the language-model head.
+
+    Returns:
+        (B, T_new or `logits_to_keep`, vocabulary) logits, or with `base` the (B, T_new, hidden) last hidden state.
+
+    Raises:
+        MismatchError: the mask or the positions do not fit; transformers would give wrong numbers without an error.
+    """
+    batch, n_new = input_ids.shape
+    total = cache_length(cache) + n_new
+    arguments: dict[str, Any] = {}
+    if attention_mask is not None:
+        if tuple(attention_mask.shape) != (batch, total):
+            raise MismatchError(
+                f"attention_mask: found shape {tuple(attention_mask.shape)}, needed ({batch}, {total}): "
+                "cached and new tokens together"
+            )
+        if position_ids is None and bool((attention_mask == 0).any()):
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -n_new:]
+        arguments["attention_mask"] = attention_mask
+    if position_ids is not None:
+        if tuple(position_ids.shape) not in {(batch, n_new), (1, n_new)}:
+            raise MismatchError(
+                f"position_ids: found shape {tuple(position_ids.shape)}, needed ({batch}, {n_new}) as input_ids"
+            )
+        arguments["position_ids"] = position_ids
+    arguments[cache_argument(model)] = cache
+    if base:
+        return base_model(model)(input_ids=input_ids, use_cache=True, **arguments)[0]  # type: ignore[no-any-return]
+    if logits_to_keep is not None and "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters:
+        arguments["logits_to_keep"] = logits_to_keep
+    logits: Tensor = model(input_ids=input_ids, use_cache=True, **arguments).logits
+    return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
+
+
+def base_model(model: Any) -> Any:
+    """The model without its language-model head; some versions give the whole model as its own `base_model`."""
+    inner = unwrapped(model)
+    for name in ("base_model", "model", "transformer", "language_model"):
+        base = getattr(inner, name, None)
+        if base is not None and base is not inner and "logits_to_keep" not in inspect.signature(base.forward).parameters:
+            return base
+    raise UnsupportedModelError(f"{family(model)}: found no base model without a language-model head")
