@@ -10,8 +10,8 @@ from zoo import FAMILIES, VOCABULARY, Tokenizer, build
 
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model.digests import config_digest, quantisation, tokenizer_fingerprint, weight_fingerprint
-from kvfit.model.identity import check_model, describe_model
-from kvfit.spec import ModelSpec, from_json, to_json
+from kvfit.model.identity import check_model, check_tokenizer, describe_model
+from kvfit.spec import ModelSpec, SpecError, from_json, read_mapper_spec, to_json
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -213,3 +213,64 @@ def test_quantisation_is_named(qwen3: Any) -> None:
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
     assert quantisation(config) == "gptq"
     assert quantisation(qwen3.config) is None
+
+
+# Tokenizers
+
+
+def trained(merges: list[tuple[str, str]], **normalizer: Any) -> Any:
+    """A real byte-pair tokenizer over a few letters."""
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*"abcdefghijklmnopqrstuvwxyz", "th", "he", "the", "qu", "ow", "fo", "ox", "[UNK]"]
+    fast = Fast(models.BPE({word: number for number, word in enumerate(words)}, merges, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    if normalizer:
+        fast.normalizer = normalizers.Lowercase()
+    return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="[UNK]")
+
+
+MERGES = [("t", "h"), ("h", "e"), ("th", "e"), ("q", "u"), ("o", "w"), ("f", "o"), ("o", "x")]
+
+
+def test_tokenizers_of_one_vocabulary_are_told_apart_by_what_they_do(qwen3: Any) -> None:
+    """Other merges, or another normaliser: the vocabulary is the same to the last token."""
+    own, swapped = trained(MERGES), trained([MERGES[1], MERGES[0], *MERGES[2:]])
+    lowering = trained(MERGES, lowercase=True)
+    assert own.get_vocab() == swapped.get_vocab() == lowering.get_vocab()
+    spec = describe_model(qwen3, own, ref="org/name", revision=None)
+    check_tokenizer(spec, trained(MERGES))
+    for other in (swapped, lowering):
+        assert tokenizer_fingerprint(other) == spec.tokenizer_fingerprint
+        with pytest.raises(MismatchError, match=r"field tokenization_digest: .*this one has its vocabulary but cuts text"):
+            check_tokenizer(spec, other)
+    old = dataclasses.replace(spec, tokenization_digest=None)
+    check_tokenizer(old, swapped)  # a bundle from before kvfit recorded it
+
+
+def test_something_without_a_vocabulary_is_no_tokenizer(spec: ModelSpec) -> None:
+    with pytest.raises(MismatchError, match="tokenizer: found str, needed a loaded tokenizer"):
+        check_tokenizer(spec, "org/name")
+
+
+# What older documents lack
+
+
+def test_documents_from_before_the_digests_are_read(spec: ModelSpec) -> None:
+    document = to_json(spec)
+    assert set(document["content"]) == {"bits", "rounded", "n_ids", "derived", "transformers"}
+    for name in ("content", "tokenization_digest"):
+        document.pop(name, None)
+    old = from_json(ModelSpec, document)
+    assert old.content is None
+    assert to_json(old) == document  # None is not written either
+    with pytest.raises(SpecError, match=r"field content\.bits: found nothing, needed a value"):
+        from_json(ModelSpec, {**document, "content": {}})
+
+
+def test_version_1_has_no_digests(spec: ModelSpec) -> None:
+    document = {"format_version": 1, "source": to_json(spec)}
+    with pytest.raises(SpecError, match=r"field source\.content: found an unknown key, needed only the fields of"):
+        read_mapper_spec(document)

@@ -12,7 +12,7 @@ from kvfit.errors import UnsupportedModelError
 from kvfit.fit.capture.models import Loaded, Options, load
 from kvfit.fit.capture.selfcheck import self_check
 from kvfit.model import cache as caches
-from kvfit.model.decoder import family, text_config
+from kvfit.model.decoder import family, setting, text_config
 from kvfit.model.digests import quantisation
 from kvfit.model.probe import Probe, probe
 from kvfit.spec import RopeTable
@@ -112,7 +112,7 @@ def inspect_model(model_or_ref: Any, *, ref: str | None = None, options: Options
     if isinstance(loaded, Loaded):
         ref = loaded.ref if loaded.revision is None else f"{loaded.ref}@{loaded.revision}"
     config = text_config(model)
-    heads = getattr(config, "num_attention_heads", None)
+    heads = setting(config, "num_attention_heads")
     report = Inspection(
         ref=ref or type(model).__name__,
         family=family(model),
@@ -129,7 +129,7 @@ def inspect_model(model_or_ref: Any, *, ref: str | None = None, options: Options
         argument = caches.cache_argument(model)
         seen = probe(model)
         device = model.get_input_embeddings().weight.device
-        longest = min(_N_TOKENS, getattr(config, "max_position_embeddings", None) or _N_TOKENS)
+        longest = min(_N_TOKENS, setting(config, "max_position_embeddings") or _N_TOKENS)
         ids = torch.arange(longest) * 5 % int(config.vocab_size)
         self_check(model, seen, ids[None].to("cpu" if device.type == "meta" else device))
     except UnsupportedModelError as error:
