@@ -52,15 +52,23 @@ def scratch_folder(destination: Path) -> Iterator[Path]:
 
     A run that was killed leaves its scratch folder behind; the next run for the same destination removes it. The folder of
     a run that is still going on is left alone: it holds a lock, which the system takes from a process that ends.
+
+    Raises:
+        BundleError: the disk refused inside the block (full, read-only); says so in one line.
     """
     from filelock import FileLock
 
     remove_abandoned(destination)
     scratch = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.partial"
-    scratch.mkdir(parents=True)
     try:
+        scratch.mkdir(parents=True)
         with FileLock(scratch / _LOCK):
             yield scratch
+    except OSError as error:
+        raise BundleError(
+            f"{destination}: cannot be written ({error.strerror or error}), needed a disk with room for all of it:"
+            " free some, or choose another place"
+        ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -94,16 +102,13 @@ def whole_folder(destination: Path) -> Iterator[Path]:
     Raises:
         BundleError: the destination exists by then, or the disk refused (full, read-only); nothing is left behind.
     """
-    try:
-        with scratch_folder(destination) as scratch:
-            yield scratch
-            (scratch / _LOCK).unlink(missing_ok=True)
-            sync_folder(scratch)
-            require_free(destination)  # os.rename would take the place of an empty folder
-            os.rename(scratch, destination)
-            sync_folder(destination.parent)
-    except OSError as error:
-        raise BundleError(f"bundle {destination}: cannot be written ({error.strerror or error})") from None
+    with scratch_folder(destination) as scratch:
+        yield scratch
+        (scratch / _LOCK).unlink(missing_ok=True)
+        sync_folder(scratch)
+        require_free(destination)  # os.rename would take the place of an empty folder
+        os.rename(scratch, destination)
+        sync_folder(destination.parent)
 
 
 def write_file(path: Path, data: bytes) -> str:

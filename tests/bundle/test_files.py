@@ -56,6 +56,16 @@ def test_the_scratch_folder_of_a_run_that_goes_on_is_left_alone(tmp_path):
     assert left_over(tmp_path) == []
 
 
+def test_a_run_that_works_in_one_may_write_the_destination(tmp_path):
+    """As `solve` does: the scratch folder of the run itself is not taken for an abandoned one."""
+    spec = mapper_spec()
+    with scratch_folder(tmp_path / "out") as scratch:
+        (scratch / "data").write_bytes(b"x")
+        write_bundle(tmp_path / "out", spec, weights(spec), recipe={}, solve={})
+        assert (scratch / "data").read_bytes() == b"x"
+    assert left_over(tmp_path) == ["out"]
+
+
 def test_a_scratch_folder_without_a_lock_is_old_before_it_is_removed(tmp_path):
     scratch = tmp_path / ".out.01234567.partial"
     scratch.mkdir()
@@ -85,7 +95,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, limit):
     os.close(writer)
     with open(reader) as stream:
         message = stream.read()
-    assert message.startswith(f"bundle {tmp_path / 'out'}: cannot be written (")
+    assert message.startswith(f"{tmp_path / 'out'}: cannot be written (")
     assert "File too large" in message
     assert "\n" not in message
     assert left_over(tmp_path) == []

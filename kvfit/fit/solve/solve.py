@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 
 import kvfit
 from kvfit.bundle.bundle import add_files, write_bundle
-from kvfit.bundle.files import require_writable
+from kvfit.bundle.files import require_writable, scratch_folder
 from kvfit.cost import map_cost, prefill_of
 from kvfit.errors import MismatchError, SolveError
 from kvfit.fit.capture.models import find_device
@@ -28,7 +28,6 @@ from kvfit.fit.solve.options import HOLDOUT_ENOUGH, RECIPES, Options
 from kvfit.fit.solve.reader import Reader, check_budget
 from kvfit.fit.solve.report import layer_report, solve_report
 from kvfit.fit.solve.ridge import Precision
-from kvfit.fit.solve.scratch import scratch_folder
 from kvfit.fit.solve.select import Probe, probe
 from kvfit.fit.stats.store import Store
 from kvfit.hub.card import write_card
