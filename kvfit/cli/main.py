@@ -217,7 +217,7 @@ def solve(
 @click.option("--out", required=True, type=path, help="The refined bundle's folder; must not exist.")
 @click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
 @click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
-@click.option("--dataset", "datasets", multiple=True, type=ref, help="Text to learn from, in turn; several times for several.")
+@click.option("--dataset", "datasets", multiple=True, type=ref, help="REF or REF=SHARE, text to learn from; may be repeated.")
 @click.option("--text-column", default="text", help="Column that holds the text.")
 @click.option("--num-sequences", default=64, help="Sequences to learn from and to stop by.")
 @click.option("--seq-len", default=512, help="Tokens of a sequence.")
@@ -234,11 +234,11 @@ def refine(
 ) -> None:
     """Train BUNDLE's maps through the frozen target for a few hundred steps. Writes a new bundle only if it is better."""
     from kvfit.cli.fit import local_refs
-    from kvfit.fit.capture.text import TextOptions
+    from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
     from kvfit.fit.refine import refine as verb
 
     column, loading = values.pop("text_column"), _loading(values)
-    texts = [TextOptions(dataset, column=column) for dataset in datasets or ("HuggingFaceFW/fineweb-edu", "demo:facts")]
+    texts = mix(datasets or DEFAULT_MIX, TextOptions(column=column))
     training = {name: values.pop(name) for name in ("steps", "learning_rate", "batch_size", "seed")}
     options = verb.Options(**values, schedule=verb.Schedule(**training))
     remembered = local_refs(bundle)

@@ -21,7 +21,7 @@ from kvfit.fit.capture.local_text import BYTE_ORDER_MARK, LocalRows
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu"
 DEFAULT_CONFIG = "sample-10BT"
 # What `kvfit capture` reads where no dataset is named: REF=SHARE of the sequences.
-DEFAULT_MIX = (f"{DEFAULT_DATASET}=1",)
+DEFAULT_MIX = (f"{DEFAULT_DATASET}=3", "demo:facts=1")
 FACTS = "demo:facts"
 FACTS_COUNT = 10**9  # documents, more than any capture reads
 RETRIES = 5

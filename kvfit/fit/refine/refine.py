@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from kvfit.bundle.files import require_free
 from kvfit.errors import MismatchError, OptionError, TextError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import check_positions
-from kvfit.fit.capture.sequences import sequences
-from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.capture.sequences import interleaved
+from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
 from kvfit.fit.refine.correction import Correction
 from kvfit.fit.refine.examples import Example, examples
 from kvfit.fit.refine.training import Continuation, Schedule, train
@@ -45,7 +45,7 @@ class Options:
     """How a bundle is refined.
 
     Attributes:
-        num_sequences: sequences to learn from and to stop by, taken from the texts in turn.
+        num_sequences: sequences to learn from and to stop by, taken from the texts by their shares.
         seq_len: tokens of each.
         holdout: share of the sequences that only says when to stop, and whether the result is better.
         rank: of each map's correction.
@@ -106,7 +106,7 @@ def refine(
     bundle: str | Path,
     out: str | Path,
     *,
-    texts: Sequence[TextOptions] = (TextOptions(),),
+    texts: Sequence[TextOptions] | None = None,
     source: str | None = None,
     target: str | None = None,
     options: Options | None = None,
@@ -118,7 +118,8 @@ def refine(
     Args:
         bundle: folder of the bundle to start from; never changed.
         out: folder of the new one; must not exist.
-        texts: where sequences come from, in turn. Text that asks back teaches what ordinary text does not.
+        texts: where sequences come from, by their shares; default that of `capture`. Text that asks back teaches what ordinary
+            text does not.
         source: ref of the source model; default the one that the bundle names.
         target: likewise.
         options: see `Options`.
@@ -142,7 +143,9 @@ def refine(
         config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
         check_positions(config, ref, options.seq_len, "--seq-len")
     tokenizer = models.load_tokenizer(*refs[1], trust_remote_code=loading[1].trust_remote_code)
-    taken = list(itertools.islice(_in_turn(texts, tokenizer, options.seq_len), options.num_sequences))
+    texts = tuple(texts or mix(DEFAULT_MIX, TextOptions()))
+    found = itertools.islice(interleaved(texts, tokenizer, seq_len=options.seq_len), options.num_sequences)
+    taken = [(torch.tensor(sequence.ids), sequence.documents) for sequence in found]
     if len(taken) < options.num_sequences:
         raise TextError(
             f"--dataset: found {len(taken)} sequences of {options.seq_len} tokens, needed {options.num_sequences}: give more "
@@ -154,14 +157,6 @@ def refine(
         model.model.requires_grad_(False)
     job = _Job(opened, loaded[0].model, loaded[1].model, options, progress)
     return job.run(taken, Path(out))
-
-
-def _in_turn(texts: Sequence[TextOptions], tokenizer: Any, seq_len: int) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
-    """Ids and document digests of sequences, one from each text after the other, until one text ends."""
-    streams = [sequences(text, tokenizer, seq_len=seq_len) for text in texts]
-    for group in zip(*streams, strict=False):
-        for sequence in group:
-            yield torch.tensor(sequence.ids), sequence.documents
 
 
 class _Job:
