@@ -9,8 +9,9 @@ tokens that are run again and mapped ones of the rest, as in `kvfit.runtime.rewr
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +26,6 @@ from kvfit.vllm.layout import watched_layout
 
 Pair = tuple[Tensor, Tensor]
 
-_NO_SLOT = -1  # vLLM's own mark of padding, which every backend's write operation skips
-
 
 class Engine:
     """The model of one worker, its attention layers and their paged caches.
@@ -38,6 +37,7 @@ class Engine:
         head_dim: D.
         dtype: of the cache.
         device: of the cache.
+        end_ids: token ids that end an answer.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -70,6 +70,8 @@ class Engine:
         self._model = _model_around(first)
         self._builder = first.get_attn_backend().get_builder_cls()(group.kv_cache_spec, names, vllm_config, self.device)
         self._names = names
+        ends = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+        self.end_ids = [ends] if isinstance(ends, int) else list(ends or [])
 
     def _write(self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
         self.layers[0].impl.do_kv_cache_update(self.layers[0], keys, values, cache, slots)
@@ -109,35 +111,70 @@ class Engine:
         for start in range(0, len(token_ids), limit):
             positions = torch.arange(start, min(start + limit, len(token_ids)), device=self.device)
             ids = torch.tensor(token_ids[start : start + limit], device=self.device)
-            with _inputs_of([self.layers[0]], stop=True) as seen, self._forward(None, None, len(ids)):
+            with _stopping_at(self.layers[0]) as seen, self._forward(None, None, len(ids)):
                 try:
                     self._model(input_ids=ids, positions=positions)
                 except _Reached:
-                    found.append((seen[0][1], seen[0][2]))
+                    found.append((seen[1], seen[2]))
         shape = (1, -1, self.n_heads, self.head_dim)
         keys, values = (torch.cat(half).view(shape).transpose(1, 2) for half in zip(*found, strict=True))
         return keys, values
 
-    def last_queries(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> list[Tensor]:
-        """The queries with which a sequence's last token attends, (Hq, D) per layer. The cache stays as it is.
+    @torch.inference_mode()
+    def read_on(self, token_ids: Sequence[int], memory: Tensor, take: Callable[[Tensor], None]) -> Tensor:
+        """Run a sequence's last tokens beside the paged cache, and see what they attend to.
 
-        All of the sequence must be in its blocks, which may be shared with other requests.
+        Args:
+            token_ids: the tokens to run; they stand at the end of `memory`.
+            memory: (L, 2, H, T, D) keys and values of the whole sequence; those of the tokens that run are written.
+            take: called with each layer's attention weights, (Hq, n, T) float32.
+
+        Returns:
+            (V,) logits of the token that comes next.
+
+        Raises:
+            UnsupportedModelError: attention is more than a softmax of products: capped scores, sinks, a bias by distance.
         """
-        last = len(token_ids) - 1
-        with _inputs_of(self.layers, stop=False) as seen:
-            self._pass(token_ids, [range(last, last + 1)], block_ids, keep=True)
-        return [inputs[0].view(-1, self.head_dim) for inputs in seen]
+        total = memory.shape[3]
+        positions = torch.arange(total - len(token_ids), total, device=self.device)
+        hidden = torch.arange(total, device=self.device) > positions[:, None]  # (n, T)
+
+        def attend(layer: Any, own: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            count = len(token_ids)
+            for half, fresh in zip(own, (key, value), strict=True):
+                half[:, -count:] = fresh.view(count, self.n_heads, self.head_dim).transpose(0, 1)
+            grouped = query.view(count, self.n_heads, -1, self.head_dim).permute(1, 2, 0, 3).float()  # (H, Hq / H, n, D)
+            scores = grouped @ own[0].float()[:, None].transpose(2, 3) * layer.impl.scale
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            take(weights.flatten(0, 1))
+            attended: Tensor = weights @ own[1].float()[:, None]  # (H, Hq / H, n, D)
+            return attended.permute(2, 0, 1, 3).reshape(count, -1).to(query.dtype)
+
+        for layer in self.layers:
+            found = {name: getattr(layer.impl, name, None) for name in ("logits_soft_cap", "alibi_slopes", "sinks")}
+            special = [
+                name
+                for name, value in found.items()
+                if value is not None and not (isinstance(value, int | float) and value == 0)
+            ]
+            if special:
+                raise UnsupportedModelError(
+                    f"attention: found {special[0]}, needed plain attention to see where the source looks"
+                )
+        ids = torch.tensor(token_ids, device=self.device)
+        with _attending(self.layers, memory, attend), self._forward(None, None, len(token_ids)):
+            states = self._model(input_ids=ids, positions=positions)
+            logits: Tensor = self._model.compute_logits(states[-1:])[0]  # type: ignore[operator]  # a method that vLLM's models have
+        return logits
 
     @torch.inference_mode()
-    def _pass(self, token_ids: Sequence[int], pieces: list[range], block_ids: Sequence[int], *, keep: bool = False) -> None:
-        """One forward pass over runs of tokens of one sequence; with `keep` their keys and values are not written."""
+    def _pass(self, token_ids: Sequence[int], pieces: list[range], block_ids: Sequence[int]) -> None:
+        """One forward pass over runs of tokens of one sequence."""
         pieces = sorted(pieces, key=len)  # backends expect single tokens, which they take for decoding, before longer runs
         order = [token for piece in pieces for token in piece]
         blocks = torch.tensor(block_ids, dtype=torch.int32)
         positions = torch.tensor(order)
         slots = blocks[positions // self._block_tokens].long() * self._block_tokens + positions % self._block_tokens
-        if keep:
-            slots.fill_(_NO_SLOT)
         starts = torch.tensor([0, *(len(piece) for piece in pieces)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lengths = torch.tensor([piece.stop for piece in pieces], dtype=torch.int32)
         place = self.device
@@ -175,23 +212,33 @@ class _Reached(Exception):
 
 
 @contextmanager
-def _inputs_of(layers: list[Any], *, stop: bool) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Collects what attention layers are given (query, key, value), in order; with `stop` ends the pass at the first."""
-    seen: list[tuple[Tensor, ...]] = []
+def _stopping_at(layer: Any) -> Iterator[list[Tensor]]:
+    """Ends a pass at a layer's attention, and collects what it is given: query, key, value."""
+    seen: list[Tensor] = []
 
     def hook(module: Any, args: tuple[Tensor, ...]) -> None:
         if len(args) < 3:
             raise UnsupportedModelError(f"{type(module).__name__}: found {len(args)} inputs, needed query, key and value")
-        seen.append(tuple(part.clone() for part in args[:3]))
-        if stop:
-            raise _Reached
+        seen.extend(part.clone() for part in args[:3])
+        raise _Reached
 
-    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
+    handle = layer.register_forward_pre_hook(hook)
     try:
         yield seen
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
+
+
+@contextmanager
+def _attending(layers: list[Any], memory: Tensor, attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Attention in the connector's own way instead of vLLM's, which reads and writes the paged cache."""
+    for layer, own in zip(layers, memory, strict=True):
+        layer.forward = functools.partial(attend, layer, own)  # hides the class's method for this one module
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def _runs(tokens: Sequence[int], longest: int) -> Iterator[range]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvfit.errors import KvfitError
 from kvfit.runtime.mapper import Mapper
-from kvfit.runtime.recompute import choose_tokens
+from kvfit.runtime.recompute import auto_count, choose_tokens, share_of
 from kvfit.vllm.engine import Engine
 from kvfit.vllm.entries import EntryError, unpack
 from kvfit.vllm.metrics import KvfitStats
@@ -123,15 +124,16 @@ class Loader:
         return sorted(tokens)
 
 
-def guided(weights: Tensor, n_tokens: int, share: float) -> list[int]:
-    """The tokens of a mapped prefix that the source's last token looks at, as `handoff` chooses them.
+def guided(weights: Tensor, n_tokens: int, share: float | Literal["auto"]) -> list[int]:
+    """The tokens of a mapped prefix that the source looks at, as `handoff` chooses them.
 
     Args:
-        weights: (S - 1,) mean attention of the strongest heads on every token before the last.
+        weights: (S - 1,) what the source looks at, on every token before the last.
         n_tokens: choose among the first so many.
-        share: of `n_tokens`, rounded up: how many to choose.
+        share: of `n_tokens`, rounded up: how many to choose; ``auto`` for as many as its attention asks for.
     """
-    count = min(n_tokens, -int(-(share * n_tokens - 1e-9) // 1))
-    eligible = torch.arange(n_tokens) > 0  # the first token draws attention whatever it is
-    chosen: list[int] = choose_tokens(weights[None, None, :n_tokens], eligible[None], count)[0].tolist()
+    worth = weights[None, :n_tokens]
+    eligible = (torch.arange(n_tokens) > 0)[None]
+    count = auto_count(worth, eligible) if share == "auto" else share_of(n_tokens, share)
+    chosen: list[int] = choose_tokens(worth[:, None], eligible, count)[0].tolist()
     return chosen

@@ -25,9 +25,9 @@ class ConnectorOptions:
         block_tokens: tokens of a stored block, the same for source and target; a multiple of the source engine's own block.
         exact_head: first tokens of a mapped prompt that the target runs itself.
         exact_tail: last tokens of a prompt that are never mapped; what is left of the last block comes on top.
-        recompute: share of the mapped tokens that the target runs again, chosen by where the source looks. None for the share
-            that the mapper's verdict was found with.
-        guide: source: whether to save where it looks, at the cost of one more token a prompt.
+        recompute: share of the mapped tokens that the target runs again, chosen by where the source looks, or ``auto`` for as
+            many as it looks at. None for the share that the mapper's verdict was found with.
+        guide: source: whether to save where it looks, at the cost of a draft of the answer: a dozen more tokens a prompt.
         require: ``pass`` refuses a mapper whose verdict is ``fail``; ``any`` takes it.
         check_weights: whether to compare the engine's checkpoint with what the mapper was fitted on weight by weight, which
             reads the checkpoint into host memory once at start. Without it the configuration alone is compared.
@@ -44,7 +44,7 @@ class ConnectorOptions:
     block_tokens: int = 128
     exact_head: int = 1
     exact_tail: int = 0
-    recompute: float | None = None
+    recompute: float | Literal["auto"] | None = None
     guide: bool = True
     require: Literal["pass", "any"] = "pass"
     check_weights: bool = True
@@ -57,8 +57,7 @@ class ConnectorOptions:
         _require_from("block_tokens", self.block_tokens, 1)
         _require_from("exact_head", self.exact_head, 0)
         _require_from("exact_tail", self.exact_tail, 0)
-        if self.recompute is not None and not 0 <= self.recompute <= 1:
-            raise OptionError(f"recompute: found {self.recompute}, needed a share of 0 to 1")
+        _require_share(self.recompute)
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,14 @@ class RequestOptions:
     map: bool = True
     exact_tail: int | None = None
     max_mapped_tokens: int | None = None
-    recompute: float | None = None
+    recompute: float | Literal["auto"] | None = None
     exact_tokens: list[Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("exact_tail", "max_mapped_tokens"):
             if getattr(self, name) is not None:
                 _require_from(name, getattr(self, name), 0)
-        if self.recompute is not None and not 0 <= self.recompute <= 1:
-            raise OptionError(f"recompute: found {self.recompute}, needed a share of 0 to 1")
+        _require_share(self.recompute)
         _ = self.chosen
 
     @property
@@ -123,6 +121,11 @@ def request_options(parameters: Any) -> RequestOptions:
     if not isinstance(values, Mapping):
         raise OptionError(f"kv_transfer_params: found kvfit={values!r}, needed an object")
     return typing.cast(RequestOptions, _read(RequestOptions, values, "kv_transfer_params"))
+
+
+def _require_share(value: float | str | None) -> None:
+    if isinstance(value, int | float) and not 0 <= value <= 1:
+        raise OptionError(f"recompute: found {value}, needed a share of 0 to 1, or 'auto'")
 
 
 def _require_from(name: str, value: int, least: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvfit.vllm.addresses import AddressBook
 from kvfit.vllm.options import ConnectorOptions, RequestOptions
@@ -21,7 +22,7 @@ class Load:
         addresses: of the stored blocks that cover it.
         block_ids: of the engine's blocks that it goes to; set once they are allocated.
         guide: address of where the source looks; None where no token is chosen by it.
-        recompute: share of the prefix to run again.
+        recompute: share of the prefix to run again, or ``auto``.
         exact_tokens: tokens to run again that the request names; None where the guide chooses.
         prompt_tokens: length of the whole prompt.
     """
@@ -30,7 +31,7 @@ class Load:
     token_ids: list[int]
     addresses: list[str]
     guide: str | None
-    recompute: float
+    recompute: float | Literal["auto"]
     exact_tokens: frozenset[int] | None
     prompt_tokens: int
     block_ids: list[int] = field(default_factory=list)
@@ -106,7 +107,7 @@ class LoadPlanner:
             raise Miss("missing")
         share = next(one for one in (wanted.recompute, self.options.recompute, self.recompute) if one is not None)
         guide = None
-        if wanted.chosen is None and share > 0:
+        if wanted.chosen is None and share != 0:
             guide = self.book.guide(token_ids, tenant)
             if not self.store.has(guide):
                 raise Miss("no_guide")

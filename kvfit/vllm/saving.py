@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvfit.runtime.recompute import N_HEADS
 from kvfit.vllm.engine import Engine
 from kvfit.vllm.entries import pack
+from kvfit.vllm.looking import looks
 from kvfit.vllm.metrics import KvfitStats
 from kvfit.vllm.plans import Save
 from kvfit.vllm.store import Store
@@ -52,7 +51,7 @@ class Saver:
                 states = self._engine.read(plan.block_ids[index * a_block : (index + 1) * a_block])
                 self._put(address, states, content)
         if plan.guide is not None:
-            self._put(plan.guide, self._looks(plan.token_ids, plan.all_block_ids), content)
+            self._put(plan.guide, looks(self._engine, plan.token_ids, plan.all_block_ids), content)
 
     def _put(self, address: str, states: Tensor, content: str) -> None:
         data = pack(states.cpu(), content, address)
@@ -61,20 +60,3 @@ class Saver:
             self.stats.count("saved_bytes", len(data))
         else:
             self.stats.count("unsaved_blocks")
-
-    def _looks(self, token_ids: Sequence[int], block_ids: Sequence[int]) -> Tensor:
-        """(S - 1,) float32: how much the last token's strongest heads attend to each token before it, on average.
-
-        The heads with the largest single weight on any token but the first, as in `kvfit.runtime.recompute`.
-        """
-        count = len(token_ids) - 1
-        queries = self._engine.last_queries(token_ids, block_ids)
-        weights = []
-        for layer, query in zip(self._engine.layers, queries, strict=True):
-            keys = self._engine.layout.read(layer.kv_cache, block_ids)[0, :, : count + 1].float()  # (H, S, D)
-            scores = query.float().view(keys.shape[0], -1, keys.shape[2]) @ keys.transpose(1, 2) * layer.impl.scale
-            weights.append(scores.softmax(-1).flatten(0, 1)[:, :count])  # (Hq, S - 1)
-        heads = torch.cat(weights)
-        heads[:, 0] = 0.0
-        best = heads.amax(1).argsort(descending=True, stable=True)[:N_HEADS]
-        return heads[best].mean(0)

@@ -107,8 +107,13 @@ class SaveScheduling:
 
     def begin(self, request: Any) -> None:
         """A request has arrived."""
-        if not plain_prompt(request) or not request_options_or_default(request).map:
+        if not plain_prompt(request):
             return
+        try:
+            if not request_options(request.kv_transfer_params).map:
+                return
+        except OptionError as error:
+            _log.warning("request %s: %s; it is saved all the same", request.request_id, error)
         token_ids, tenant = list(request.prompt_token_ids), request.cache_salt or ""
         addresses = self._book.blocks(token_ids, tenant)
         if addresses:
@@ -132,14 +137,6 @@ class SaveScheduling:
     def finished(self, request: Any) -> None:
         """A request is over."""
         self._readings.pop(request.request_id, None)
-
-
-def request_options_or_default(request: Any) -> Any:
-    """A request's options on the source, which does not refuse what it does not understand."""
-    try:
-        return request_options(request.kv_transfer_params)
-    except OptionError:
-        return request_options(None)
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, list[int], bool, int]]:

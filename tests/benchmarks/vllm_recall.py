@@ -43,11 +43,11 @@ def prompts(count: int) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def in_transformers(models: Any, mapper: Any, prompt: list[int], n_tokens: int, **wanted: Any) -> list[int]:
-    """The answer after `handoff` from a source that has read the blocks that vLLM maps."""
+    """The answer after `handoff` with the same exact tail: vLLM maps whole blocks."""
     ids = torch.tensor([prompt])
     cache = full_cache()
-    forward(models[0], ids[:, : (len(prompt) - 1) // BLOCK * BLOCK], cache, base=True)
-    moved = handoff(mapper, models[1], ids, cache, **wanted)
+    forward(models[0], ids[:, :-1], cache, base=True)
+    moved = handoff(mapper, models[1], ids, cache, exact_tail=(len(prompt) - 1) % BLOCK, **wanted)
     answer = continued(models[1], ids, moved.cache, max_new_tokens=n_tokens, do_sample=False, eos_token_id=None)
     return answer[0, len(prompt) :].tolist()
 

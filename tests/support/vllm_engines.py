@@ -108,7 +108,7 @@ class FailingStore(FolderStore):
         if (self.folder / "vanish").exists():
             return None
         if (self.folder / "late").exists():
-            time.sleep(1.5)
+            time.sleep(2.0)
         return super().get(address)
 
 

@@ -102,6 +102,7 @@ def test_the_share_to_run_again_is_the_requests_then_the_connectors_then_the_map
         .recompute
         == 0.2
     )
+    assert plan(held, recompute=0.1, wanted={"recompute": "auto"}).guide == BOOK.guide(IDS)
     none = plan(held, recompute=0.1, wanted={"recompute": 0})
     assert (none.recompute, none.guide) == (0, None)
     named = plan(stored(), recompute=0.1, wanted={"exact_tokens": [3, [8, 10]]})
@@ -135,6 +136,7 @@ def test_blocks_are_saved_once_as_steps_complete_them():
         ({"role": "source", "store": "s", "block_tokens": True}, "block_tokens"),
         ({"role": "source", "store": "s", "exact_head": -1}, "exact_head"),
         ({"role": "source", "store": "s", "recompute": 1.5}, "recompute"),
+        ({"role": "source", "store": "s", "recompute": "all"}, "recompute"),
         ({"role": "source", "store": 5}, "store"),
     ],
 )

@@ -86,7 +86,7 @@ def source(options):
 
 @pytest.fixture(scope="module")
 def target(options):
-    extra = {"mapper": str(MAPPER), "require": "any", "max_age_seconds": 3600, "timeout_seconds": 1.0}
+    extra = {"mapper": str(MAPPER), "require": "any", "max_age_seconds": 3600, "timeout_seconds": 5.0}
     with running(MODELS["demo:target"], role="target", **options, **extra) as engine:
         yield engine
 
@@ -120,12 +120,12 @@ def native(engine, prompt):
     return answer
 
 
-def moved(models, mapper, prompt, covered=MAPPED, **wanted):
-    """What `handoff` in transformers answers from a source that has read the first tokens."""
+def moved(models, mapper, prompt, mapped=MAPPED, **wanted):
+    """What `handoff` in transformers answers with the same exact tail."""
     ids = torch.tensor([prompt])
     cache = full_cache()
-    forward(models[0], ids[:, :covered], cache, base=True)
-    done = handoff(mapper, models[1], ids, cache, **wanted)
+    forward(models[0], ids[:, :-1], cache, base=True)
+    done = handoff(mapper, models[1], ids, cache, exact_tail=len(prompt) - 1 - mapped, **wanted)
     answer = continued(models[1], ids, done.cache, max_new_tokens=N_TOKENS, do_sample=False, eos_token_id=None)
     return answer[0, len(prompt) :].tolist()
 
@@ -159,6 +159,7 @@ def test_an_engine_without_help_answers_as_transformers_does(target, models, fre
         ({}, {"recompute": 0.1}),
         ({"recompute": 0}, {"exact_head": 1}),
         ({"recompute": 0.3}, {"recompute": 0.3}),
+        ({"recompute": "auto"}, {"recompute": "auto"}),
         ({"exact_tokens": [[100, 140], 7, 300]}, {"exact_tokens": [7, *range(100, 140), 300]}),
     ],
 )
@@ -181,7 +182,7 @@ def test_less_can_be_mapped_and_the_rest_is_exact(source, target, models, mapper
     for asked in ({"max_mapped_tokens": 300}, {"exact_tail": 200}):
         (answer,), (told,) = generate(target, [prompt], recompute=0, **asked)
         assert told["mapped_tokens"] == 256
-        assert answer == moved(models, mapper, prompt, covered=256)
+        assert answer == moved(models, mapper, prompt, mapped=256)
 
 
 def test_everything_run_again_is_the_native_answer(source, target, fresh):
@@ -303,7 +304,7 @@ def test_an_evicted_block_ends_the_prefix(source, target, models, mapper, book, 
     store._path(book.blocks(prompt)[1]).unlink()
     (answer,), (told,) = generate(target, [prompt], recompute=0)
     assert told["mapped_tokens"] == BLOCK
-    assert answer == moved(models, mapper, prompt, covered=BLOCK)
+    assert answer == moved(models, mapper, prompt, mapped=BLOCK)
     store._path(book.guide(prompt)).unlink()
     expect_prefill(target, prompt, "no_guide")
 
