@@ -11,7 +11,7 @@ from made_mappers import cache_of, content, mapper_spec, prefilled, random_mappe
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
-from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS, choose_tokens, guided_tokens
+from kvfit.runtime.recompute import DRAFT_TOKENS, OTHERS_WEIGHT, QUESTION_TOKENS, choose_tokens, guided_tokens
 from kvfit.runtime.rewrite import rewrite
 
 FAMILIES = {family.name: family for family in zoo.FAMILIES}
@@ -229,13 +229,14 @@ def attentions(model, ids, mask, prefix):
 
 
 def reference_worth(weights, first_real, n_heads):
-    """One row: per query the strongest heads, their mean; then the mean over the queries, in plain Python."""
+    """One row: per query the strongest heads, their mean; then the last question token's, or a part of another's."""
     total = [0.0] * len(weights[0][0])
-    for heads in weights:
+    for query, heads in enumerate(weights):
+        part = 1.0 if query == QUESTION_TOKENS - 1 else OTHERS_WEIGHT
         strength = [max(row[first_real + 1 :]) for row in heads]
         best = sorted(range(len(heads)), key=lambda head: -strength[head])[:n_heads]
         for t in range(first_real + 1, len(total)):
-            total[t] += sum(heads[head][t] for head in best) / len(best) / len(weights)
+            total[t] = max(total[t], part * sum(heads[head][t] for head in best) / len(best))
     return total
 
 
