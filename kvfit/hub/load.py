@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvfit.bundle import manifest
 from kvfit.bundle.bundle import Bundle
+from kvfit.bundle.records import one_line
 from kvfit.errors import BundleError, GateError, KvfitError, MismatchError, RefError
 from kvfit.hub.refs import is_path, is_repository, is_version, published_versions, split_ref
 from kvfit.hub.registry import find_mapper
@@ -55,22 +56,22 @@ def load_mapper(
         ref: a folder, or ``org/name`` or ``org/name@revision`` on the Hub. None to look up `source` and `target`.
         source: ref of the source model, for the registry.
         target: ref of the target model, for the registry.
-        revision: tag, branch or commit hash; for a folder of published versions, the version. Without it a folder gives its
-            latest version (v2, 1.1): of a folder whose bundles have other names, one must be named.
+        revision: tag, branch or commit hash; for a folder of published versions, the version. Without it the latest version
+            (v2, 1.1) is taken; if the bundles of the folder have other names, one must be given.
         device: where the weights go; the CPU by default.
         dtype: of the weights in memory; as stored by default.
-        local_files_only: never ask the Hub; what was fetched before is found by tag and by hash. So it is too with
+        local_files_only: never ask the Hub. What was fetched before is found by tag and by hash, as with
             ``HF_HUB_OFFLINE=1``.
         require: ``pass`` refuses a mapper whose evaluation failed; ``any`` loads it.
-        registry: the folder of a registry of one's own to look `source` and `target` up in.
+        registry: folder of your own registry in which `source` and `target` are looked up.
         verify: ``digest`` compares the SHA-256 of every file with the listed one, of the weight files on threads of their own
             while the weights are read. ``size`` takes the weight files as they are, if their sizes and shapes are right: for
             a large bundle that was verified where it lies.
 
     Raises:
-        RefError: nothing is found under the ref, or it cannot be reached; names the repository and says which.
-        BundleError: a bundle that is torn, altered or hostile.
-        GateError: a mapper whose verdict is ``fail``.
+        RefError: nothing is found under the ref, or it cannot be reached; the message says which.
+        BundleError: the bundle is torn, altered or hostile.
+        GateError: the mapper's verdict is ``fail``.
         MismatchError: `require` or `verify` is another word, this machine has no such device, or torch no such dtype.
     """
     for name, word, words in (("require", require, ("pass", "any")), ("verify", verify, ("digest", "size"))):
@@ -107,11 +108,12 @@ def load_mapper(
         try:
             return Mapper.from_bundle(bundle, device=device, dtype=dtype)
         finally:
-            check.result()  # before anybody gets the mapper, and before what damaged weights led to
+            # Before anybody gets the mapper; and a wrong digest explains whatever error damaged weights led to.
+            check.result()
 
 
 def check_verdict(bundle: Bundle, ref: str, require: Literal["pass", "any"] = "pass") -> None:
-    """Refuse a bundle whose evaluation failed, and warn of one that has none.
+    """Refuse a bundle whose evaluation failed, and warn about one without an evaluation.
 
     Raises:
         GateError: the verdict is ``fail`` and `require` is ``pass``.
@@ -133,12 +135,12 @@ def resolve(ref: str | Path, revision: str | None = None, local_files_only: bool
     """The local folder of a bundle, fetched from the Hub if it is not here yet.
 
     Args:
-        ref: a folder, a folder of published versions, or ``org/name``; the two latter may end in ``@revision``.
-        revision: instead of ``@revision``.
+        ref: a bundle's folder, a folder of published versions, or ``org/name``; the latter two may end in ``@revision``.
+        revision: the revision, where `ref` does not end in it.
         local_files_only: never ask the Hub.
 
     Raises:
-        RefError: nothing is there; the repository is missing, private or gated; the revision is missing; or offline.
+        RefError: there is no such folder, repository or revision; or the Hub refuses access or cannot be reached.
     """
     if not isinstance(ref, str | Path) or not str(ref).strip():
         raise RefError(f"ref: found {ref!r}, needed a folder, or org/name or org/name@revision on the Hub")
@@ -189,7 +191,7 @@ def _resolve_repository(name: str, revision: str | None, local_files_only: bool)
 
 
 def _explain_absence(error: Exception, name: str, revision: str | None, local_files_only: bool) -> KvfitError:
-    """What the error means for a name that could have been meant as a folder."""
+    """What an error of the client means for a name that may have been meant as a folder."""
     from huggingface_hub import errors
 
     found = explain(error, name, revision, local_files_only)
@@ -203,11 +205,11 @@ def explain(error: Exception, name: str, revision: str | None = None, local_file
         return error
     from huggingface_hub import constants, errors, get_token
 
-    at = f"{name}@{revision}" if revision else name
+    ref = f"{name}@{revision}" if revision else name
     status: Any = getattr(getattr(error, "response", None), "status_code", None)
     token = "log in with `hf auth login` or set HF_TOKEN"
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.HfHubHTTPError):
-        return explain(error.__cause__, name, revision)  # the client looked into its cache because the Hub refused
+        return explain(error.__cause__, name, revision)  # the client fell back to its cache because the Hub refused
     if isinstance(error, errors.GatedRepoError):
         return RefError(f"{name}: gated; accept its conditions at https://huggingface.co/{name}, then {token}")
     if isinstance(error, errors.RevisionNotFoundError):
@@ -217,10 +219,9 @@ def explain(error: Exception, name: str, revision: str | None = None, local_file
         seen = "your token may not read it" if get_token() is not None else "you are not logged in"
         return RefError(f"{name}: missing, or private and {seen}; check the spelling, or {token}")
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        offline = "it was not to be asked of the Hub" if local_files_only else "the Hub cannot be reached"
+        offline = "the Hub was not to be asked" if local_files_only else "the Hub cannot be reached"
         offline = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else offline
-        return RefError(f"{at}: not in the local cache and {offline}; fetch it once with a connection")
+        return RefError(f"{ref}: not in the local cache and {offline}; fetch it once with a connection")
     if status in (401, 403):
         return RefError(f"{name}: not authorised (HTTP {status}); {token} with rights for {name}")
-    text = " ".join(str(error).split())[:300]
-    return RefError(f"{at}: the Hub cannot be reached or refused ({type(error).__name__}: {text}); try again")
+    return RefError(f"{ref}: the Hub cannot be reached or refused ({type(error).__name__}: {one_line(error)}); try again")

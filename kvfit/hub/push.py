@@ -1,7 +1,7 @@
 """The verb `push`: publish a bundle to the Hub or to a folder, whole or not at all.
 
-Everything is validated first; then one commit; then, once every file is seen there with its digest, the tag. A version
-is never overwritten, and pushing the same bundle again changes nothing and succeeds.
+Everything is validated before anything is sent. Then comes one commit and, once every file is seen there with its digest, the
+tag. A version is never overwritten. Pushing the same bundle again changes nothing and succeeds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class PushResult:
 
     Attributes:
         to: the repository or the folder.
-        status: ``pushed``; ``unchanged``: all of it was there already; ``proposed``: a pull request was opened; ``checked``: it
-            was a dry run.
-        tag: the version, None where none was asked for.
-        commit: the commit that holds it, None for a folder.
+        status: ``pushed``; ``unchanged``: everything was there already; ``proposed``: a pull request was opened; ``checked``:
+            it was a dry run.
+        tag: the version, or None where none was asked for.
+        commit: the commit that holds it, or None for a folder.
         url: where to look at it.
         next_version: the tag that the next version would get.
         weights_digest: of the bundle.
@@ -54,13 +54,13 @@ class PushResult:
     registry: str | None = None
 
     def __str__(self) -> str:
-        at = f"{self.to}@{self.tag}" if self.tag else self.to
+        place = f"{self.to}@{self.tag}" if self.tag else self.to
         size = f"{self.files} files, {self.nbytes / 1e6:.1f} MB"
         text = {
-            "pushed": f"pushed {at} ({size})",
-            "unchanged": f"{at} already holds this bundle ({size})",
+            "pushed": f"pushed {place} ({size})",
+            "unchanged": f"{place} already holds this bundle ({size})",
             "proposed": f"opened {self.url} ({size})",
-            "checked": f"{at} would change {len(self.changed)} of {size}",
+            "checked": f"{place} would change {len(self.changed)} of {size}",
         }[self.status]
         return text if self.tag else f"{text}; no version was made, the next is --tag {self.next_version}"
 
@@ -85,21 +85,21 @@ def push(
 
     Args:
         folder: the bundle; it is not changed.
-        to: ``org/name`` on the Hub, made if it is not there; or a folder (``./name``, ``/name``), where each
-            version gets a subfolder.
+        to: ``org/name`` on the Hub, or a folder (``./name``, ``/name``) that gets a subfolder per version; made if there is
+            none.
         tag: the version, such as ``v1``. Without one, a repository gets a commit only, and a folder gets the next version.
         private: make a new repository private.
         create_pr: open a pull request instead of committing.
         dry_run: check everything and change nothing.
-        registry: the folder to write the registry's entry to, made if it is not there: a checkout's, to be proposed, or one's
-            own, for ``load_mapper(registry=...)``.
+        registry: folder to write the registry's entry to, made if there is none: that of a checkout, to propose the entry, or
+            your own, for ``load_mapper(registry=...)``.
         license: licence id for the card, such as ``apache-2.0``.
         require: ``any`` publishes a bundle whose evaluation failed.
 
     Raises:
-        BundleError: the bundle or its card is not fit to be published, or what arrived is not what was sent.
+        BundleError: the bundle or its card cannot be published as it is, or what arrived is not what was sent.
         GateError: the evaluation failed and `require` is ``pass``.
-        OptionError: an option that cannot be, or two that exclude each other.
+        OptionError: an option has a wrong value, or two options exclude each other.
         MismatchError: the version exists with other content, somebody else pushed meanwhile, or the place holds something else.
         RefError: the repository cannot be reached or written; says why.
     """
@@ -111,10 +111,13 @@ def push(
         raise OptionError(f"--tag: found {tag!r}, needed letters, digits, '.', '_' and '-', such as v1")
     if create_pr and (tag is not None or registry is not None or local):
         raise OptionError(
-            "push: a pull request is no version yet, needed no tag, registry or folder with --create-pr; tag once merged"
+            "push: found --create-pr with a tag, a registry or a folder, needed none of them: a pull request gets its"
+            " version once it is merged"
         )
     if registry is not None and tag is None and not local:
-        raise OptionError("push: a registry entry needs a version, found no tag; add --tag v1 or the next one")
+        raise OptionError(
+            "push: found --registry without a tag, but a registry entry needs a version; add --tag v1 or the next one"
+        )
     if license is not None and _LICENSE.fullmatch(license) is None:
         raise OptionError(f"--license: found {license!r}, needed an id of the Hub's list such as apache-2.0, or other")
     home = _registry_home(registry, Path(name) if local else None)

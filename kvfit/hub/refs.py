@@ -1,4 +1,4 @@
-"""Refs: what names a model or a mapper, ``org/name@revision`` or a folder."""
+"""Refs: the names of models and mappers, ``org/name@revision`` or a folder, and of versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VERSION = re.compile(r"v?\d{1,9}(\.\d{1,9}){0,9}", re.ASCII)
 
 
 def split_ref(ref: str) -> tuple[str, str | None]:
-    """``org/name@revision`` as name and revision.
+    """Split ``org/name@revision`` into name and revision; the revision is None where there is none.
 
     Raises:
         RefError: nothing follows the ``@``.
@@ -33,7 +33,7 @@ def is_repository(name: str) -> bool:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name says by its form that it is a folder: ``./x``, ``../x``, ``/x``, ``~/x``, ``C:\\x``."""
+    """Whether a name can only be a folder, by its form: ``./x``, ``../x``, ``/x``, ``~/x``, ``C:\\x``."""
     return name.startswith((".", "~", os.sep)) or os.path.isabs(name) or "\\" in name or name.endswith("/")
 
 
@@ -43,19 +43,19 @@ def is_tag(tag: str) -> bool:
 
 
 def is_version(name: str) -> bool:
-    """Whether a name says by its form that it is a version with later and earlier ones: ``v1``, ``2``, ``1.0``, ``v1.10.2``."""
+    """Whether a name has the form of a numbered version: ``v1``, ``2``, ``1.0``, ``v1.10.2``."""
     return _VERSION.fullmatch(name) is not None
 
 
 def version_key(tag: str) -> tuple[int, tuple[int, ...], str]:
-    """Sorts tags: other names first, then versions by number, with or without the ``v``: v1, v1.1, v1.10, v2, 2.1."""
+    """Key that sorts tags: other names first, then versions by number, with or without ``v``: v1, v1.1, v1.10, v2, 2.1."""
     if not is_version(tag):
         return 0, (), tag
     return 1, _numbers(tag), tag
 
 
 def next_version(tags: list[str]) -> str:
-    """The whole version after the highest: v3 after v2 and after 2.1; ``v1`` where there is none."""
+    """The next whole version: v3 after v2 and after 2.1; ``v1`` where there is none yet."""
     return f"v{max((_numbers(tag)[0] for tag in tags if is_version(tag)), default=0) + 1}"
 
 

@@ -1,4 +1,4 @@
-"""The verb `verify`: is a bundle sound, and what does it say of itself?"""
+"""The verb `verify`: check everything in a bundle, and say what it holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfit.hub.load import resolve
 
 @dataclass(frozen=True)
 class Verification:
-    """A bundle whose every file, digest, field and weight was checked.
+    """A bundle of which every file, digest, field and weight was checked.
 
     Attributes:
         ref: as asked for.
@@ -52,12 +52,12 @@ def verify(ref: str | Path, *, revision: str | None = None, local_files_only: bo
 
     Args:
         ref: a folder, or ``org/name[@revision]``.
-        revision: instead of ``@revision``.
+        revision: the revision, where `ref` does not end in it.
         local_files_only: never ask the Hub.
 
     Raises:
         RefError: nothing is there, or it cannot be reached.
-        BundleError: it is not sound; names the file and the field.
+        BundleError: something is wrong with it; names the file and the field.
     """
     bundle = Bundle.open(resolve(ref, revision, local_files_only))
     bundle.check_weights()

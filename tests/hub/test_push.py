@@ -321,7 +321,7 @@ def test_what_did_not_arrive_whole_gets_no_tag(hub, bundle):
 def test_a_pull_request_changes_no_branch_and_makes_no_version(hub, bundle, monkeypatch):
     repository = hub.create(NAME)
     head = repository.branches["main"]
-    with pytest.raises(MismatchError, match="needed no tag"):
+    with pytest.raises(MismatchError, match="needed none of them"):
         push(bundle, NAME, tag="v1", create_pr=True)
     monkeypatch.setenv("HF_TOKEN", "reader")  # who may read may propose
     result = push(bundle, NAME, create_pr=True)
@@ -444,7 +444,7 @@ def test_every_file_that_a_bundle_may_have_is_published_and_fetched(hub, bundle)
 
 def test_local_files_only(hub, bundle):
     push(bundle, NAME, tag="v1")
-    with pytest.raises(RefError, match=r"org/mapper@v1: not in the local cache and it was not to be asked"):
+    with pytest.raises(RefError, match=r"org/mapper@v1: not in the local cache and the Hub was not to be asked"):
         resolve(NAME, "v1", local_files_only=True)
     folder = resolve(NAME, "v1")
     hub.requests.clear()
