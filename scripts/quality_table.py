@@ -26,6 +26,7 @@ from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.solve import solve
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.record import read_record
+from kvfit.fit.stats.store import Store
 from kvfit.spec import KINDS
 
 PLAIN: dict[str, Any] = {"inputs": "both", "lexical": "none", "rank": "none"}
@@ -127,8 +128,7 @@ class Study:
         """The step's bundle."""
         path = self.work / "bundles" / slug(step.name)
         if step.start is None:
-            options = SolveOptions(**step.solve)
-            return self.made(path, lambda out: solve(self.store(step.calibration), out, options=options))
+            return self.made(path, lambda out: self.solved(step, out))
         start = self.bundle(next(other for other in STEPS if other.name == step.start))
         options_of_refine = refining.Options(
             num_sequences=self.given.refine_sequences,
@@ -148,6 +148,14 @@ class Study:
             print(found, flush=True)
 
         return self.made(path, make)
+
+    def solved(self, step: Step, out: Path) -> None:
+        """Solve a step's maps; a source with fewer layers than are asked for gives them all."""
+        store = Store.open(self.store(step.calibration))
+        wanted = dict(step.solve)
+        if wanted.get("top_k", 0) > store.source.n_layers:
+            wanted["top_k"] = "all"
+        solve(store.path, out, options=SolveOptions(**wanted))
 
     def report(self, step: Step, recompute: float) -> dict[str, Any] | None:
         """The evaluation of a step; None where there is no bundle because refining did not help."""
@@ -208,16 +216,22 @@ def line(name: str, found: dict[str, Any], way: dict[str, Any], kinds: list[str]
     return "| " + " | ".join(cells) + " |"
 
 
+def _recomputed(way: str, share: float) -> str:
+    if way == "auto":
+        return "; recompute auto"
+    return f"; {share:.0%} recomputed" if share else ""
+
+
 def page(study: Study, found: list[tuple[Step, float, dict[str, Any]]]) -> str:
     """The text of docs/quality.md."""
     given, last = study.given, found[-1][2]
     kinds = list(dict.fromkeys(kind for _, _, one in found for way in one["ways"] for kind in way["recall_by_kind"]))
     head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", *kinds, "MB", "work", "ms"]
     lines = [
-        line(f"{step.name}; {share:.0%} recomputed" if share else step.name, one, way, kinds)
+        line(f"{step.name}{_recomputed(way['way'], share)}", one, way, kinds)
         for step, share, one in found
         for way in one["ways"]
-        if way["way"] == "handoff"
+        if way["way"] in ("handoff", "auto") and not (way["way"] == "auto" and share)
     ]
     others = ("native", "source", "no_context", "mean", "shuffled")
     lines += [line(way["label"], last, way, kinds, of_map=False) for way in last["ways"] if way["way"] in others]

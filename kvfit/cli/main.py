@@ -223,8 +223,8 @@ def solve(
 @click.option("--seq-len", default=512, help="Tokens of a sequence.")
 @click.option("--holdout", default=0.25, help="Share of the sequences that says when to stop and whether the result is better.")
 @click.option("--rank", default=64, help="Rank of the correction of each map.")
-@click.option("--steps", default=300, help="Most steps of training.")
-@click.option("--learning-rate", default=3e-3, help="Of Adam, in standard deviations of an output.")
+@click.option("--steps", default=200, help="Most steps of training.")
+@click.option("--learning-rate", default=2e-3, help="Of Adam, in standard deviations of an output.")
 @click.option("--batch-size", default=4, help="Sequences of a step.")
 @click.option("--seed", default=0, help="Of batches and lengths.")
 @loading_options

@@ -54,17 +54,16 @@ def test_every_step_is_one_that_solve_takes(script: ModuleType) -> None:
 def test_the_page_has_a_row_a_step_and_the_ways_to_compare_with(script: ModuleType, tmp_path: Path) -> None:
     found = {
         "r2": {"keys": 0.75, "values": 0.5}, "nbytes": 3_000_000, "tokens": {"documents": 4},
-        "ways": [way("native", interval=[None, None]), way("handoff"), way("source", milliseconds=None, share_of_work=0.0)],
+        "ways": [
+            way("native", interval=[None, None]), way("handoff"), way("auto"),
+            way("source", milliseconds=None, share_of_work=0.0),
+        ],
     }  # fmt: skip
     step = script.Step("a map", "mix", {}, (0.0, 0.1))
     text = script.page(script.Study(given(tmp_path)), [(step, 0.0, found), (step, 0.1, found)])
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [row.split(" | ")[0] for row in rows[1:]] == [
-        "| a map",
-        "| a map; 10% recomputed",
-        "| the native way",
-        "| the source way",
-    ]
+    names = ["a map", "a map; recompute auto", "a map; 10% recomputed", "the native way", "the source way"]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]] == names
     assert rows[1] == "| a map | 0.750 / 0.500 | 2.000 | 50% (25% to 75%) | 0.125 | 75% (-0.50) | 3 | 3.0% | 12.3 |"
     assert len({row.count(" | ") for row in rows}) == 1
 

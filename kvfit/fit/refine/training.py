@@ -46,9 +46,9 @@ class Schedule:
         seed: of batches and lengths.
     """
 
-    steps: int = 300
+    steps: int = 200
     batch_size: int = 4
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     continuation: int = 128
     prefix_least: int = 64
     clip: float = 1.0
