@@ -28,6 +28,8 @@ RANKS = (
     ("fit.capture",),
     ("fit.solve",),
     ("fit.refine",),
+    ("fit.hardware",),
+    ("fit.payoff",),
     ("fit.evaluate", "fit.plan"),
     ("interop",),
     ("vllm",),

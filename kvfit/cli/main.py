@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 from kvfit import __version__
@@ -138,18 +137,33 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
     "--memory-budget", callback=size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
 )
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
-@click.option("--device", default=None, help="Where bare products are timed, for the times; the first GPU, else the CPU.")
+@click.option(
+    "--hardware",
+    type=click.Choice(["this", "h100", "h200", "a100", "l40s"]),
+    default="this",
+    help="Whose times: half of a card's published peaks, or this machine's, measured.",
+)
+@click.option("--gpus", type=click.IntRange(1), default=1, help="Cards that share capture and evaluation.")
+@click.option("--device", default=None, help="What is timed of this machine; the first GPU, else the CPU.")
 @click.option("--trust-remote-code", is_flag=True, help="Read configurations that carry code.")
 @json_option
-def plan(source: str, target: str, as_json: bool, device: str | None, **values: Any) -> None:
-    """Print what capturing and solving SOURCE to TARGET will take. Reads no weights, and times a few products.
+def plan(source: str, target: str, as_json: bool, device: str | None, hardware: str, **values: Any) -> None:
+    """Print what capturing and solving SOURCE to TARGET will take, and from which length on a map will pay.
 
-    SOURCE and TARGET may also be geometries by name: qwen3-8b, qwen3-14b, qwen3-32b, llama-3.1-8b, llama-3.1-70b,
-    ministral-3-3b, ministral-3-8b, ministral-3-14b.
+    Reads no weights. SOURCE and TARGET may also be geometries by name: qwen3-8b, qwen3-14b, qwen3-32b, llama-3.1-8b,
+    llama-3.1-70b, ministral-3-3b, ministral-3-8b, ministral-3-14b.
     """
+    from kvfit.fit import hardware as machines
     from kvfit.fit import plan as verb
+    from kvfit.fit.capture.capture import Options as CaptureOptions
+    from kvfit.fit.solve.options import Options as SolveOptions
 
-    say(replace(verb.plan(source, target, **values), rates=verb.measure_rates(device)), as_json)
+    rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "gpus", "trust_remote_code")}
+    solving = SolveOptions(top_k=values.pop("top_k"), support=values.pop("support"))
+    options = verb.Options(capture=CaptureOptions(**values), solve=solving, **rest)
+    verb.plan(source, target, options)  # what is refused is refused before anything is timed
+    rates = machines.measure_rates(device) if hardware == "this" else machines.published_rates(hardware)
+    say(verb.plan(source, target, options, rates), as_json)
 
 
 @cli.command()

@@ -1,77 +1,57 @@
-"""The verb `plan`: disk, memory and arithmetic that a capture and a solve will take, before anything runs.
+"""The verb `plan`: disk, memory and time that a capture, a solve and an evaluation will take, and whether a map will pay.
 
 Only configurations and tokenizers are read, never weights. Sizes are exact; arithmetic counts the products and leaves the
-rest out.
+rest out; a time says whose it is.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-import torch
-
+from kvfit.cost import Prefill
 from kvfit.errors import KvfitError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.capture import LEXICAL_LAGS, check_batch_size
 from kvfit.fit.capture.capture import Options as CaptureOptions
 from kvfit.fit.capture.geometry import Geometry, is_built_in, read_geometry
+from kvfit.fit.hardware import EFFICIENCY, Rates
+from kvfit.fit.payoff import MapOption, map_options, table
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
-from kvfit.fit.solve.system import input_set
+from kvfit.fit.solve.system import InputSet, input_set
 from kvfit.fit.stats.accumulate import buffer_tokens, check_budget
-from kvfit.fit.stats.layout import Layout, StatsDtype
-from kvfit.fit.stats.moments import precise_matmul
-from kvfit.spec import Inputs, ModelSpec, RopeSpec, Support
+from kvfit.fit.stats.layout import Layout
+from kvfit.spec import ModelSpec, RopeSpec
 
 # Of a machine's bare matrix products; the benchmarks of capture and of solve measure both shares.
 STATISTICS_SHARE, SOLVE_SHARE = 0.8, 0.6
 MANY_COMMITS = 8
+PENALTIES = 6  # that an automatic penalty tries
+# Tokens that an evaluation at its defaults runs through both models: documents and questions, on every arm.
+EVALUATION_TOKENS = 48 * 512 * 8 + 48 * 400 * 4
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Bare matrix products of a machine, in operations per second.
+class Options:
+    """What is planned for.
 
     Attributes:
-        device: where they were measured.
-        forward: in the dtype that models run in there: bfloat16 on a graphics card, float32 on a processor.
-        float32: without TF32, as statistics need.
-        float64: as solving needs.
+        capture: as for `capture`; its ``lexical`` of ``auto`` counts as the lags that it stands for.
+        solve: as for `solve`; a ``top_k`` of ``auto`` counts as ``all``.
+        memory_budget, batch_size: as for `capture`.
+        revisions: of source and target.
+        trust_remote_code: read configurations that carry code.
+        gpus: that share capture and evaluation.
     """
 
-    device: str
-    forward: float
-    float32: float
-    float64: float
-
-
-def measure_rates(device: str | None = None, seconds: float = 0.2) -> Rates:
-    """Time a square product of each dtype, `seconds` each.
-
-    Args:
-        device: None for the first GPU, else the CPU.
-        seconds: how long to measure each.
-
-    Raises:
-        OptionError: no such device here.
-    """
-    place = models.find_device(device)
-    size = 4096 if place.type == "cuda" else 1024
-
-    def rate(dtype: torch.dtype) -> float:
-        matrix = torch.ones(size, size, dtype=dtype, device=place)
-        (matrix @ matrix).sum().item()
-        count, started = 0, time.perf_counter()
-        while time.perf_counter() - started < seconds:
-            (matrix @ matrix)[0, 0].item()  # waits for it
-            count += 1
-        return 2.0 * size**3 * count / (time.perf_counter() - started)
-
-    forward = torch.bfloat16 if place.type == "cuda" else torch.float32
-    with precise_matmul():
-        return Rates(str(place), rate(forward), rate(torch.float32), rate(torch.float64))
+    capture: CaptureOptions = field(default_factory=CaptureOptions)
+    solve: SolveOptions = field(default_factory=SolveOptions)
+    memory_budget: int = 2 << 30
+    batch_size: int = 8
+    revisions: tuple[str | None, str | None] = (None, None)
+    trust_remote_code: bool = False
+    gpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,6 +73,9 @@ class Plan:
         solve_flops: of the probes, and of one factorisation per distinct set of layers and penalty with its solves and scores.
         solve_bytes: the least memory budget of `solve`.
         bundle_bytes: weights and biases.
+        evaluate_flops: of an evaluation at its defaults.
+        maps: what each kind of map costs, and from which length on it pays.
+        gpus: that share capture and evaluation.
         rates: of the machine that `seconds` are of; None for none.
     """
 
@@ -110,6 +93,9 @@ class Plan:
     solve_flops: float
     solve_bytes: int
     bundle_bytes: int
+    evaluate_flops: float
+    maps: list[MapOption]
+    gpus: int = 1
     rates: Rates | None = None
 
     @property
@@ -118,13 +104,14 @@ class Plan:
         if self.rates is None:
             return None
         return {
-            "forward": self.forward_flops / self.rates.forward,
-            "statistics": self.statistics_flops / (STATISTICS_SHARE * self.rates.float32),
+            "forward": self.forward_flops / self.rates.forward / self.gpus,
+            "statistics": self.statistics_flops / (STATISTICS_SHARE * self.rates.float32) / self.gpus,
             "solve": self.solve_flops / (SOLVE_SHARE * self.rates.float64),
+            "evaluate": self.evaluate_flops / self.rates.forward / self.gpus,
         }
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"seconds": self.seconds}
+        return asdict(self) | {"seconds": self.seconds, "maps": [option.to_json() for option in self.maps]}
 
     def __str__(self) -> str:
         commits = f"{self.commits:,}, {_size(self.traffic_bytes)} read and written"
@@ -145,54 +132,34 @@ class Plan:
                 f"{_flops(self.solve_flops)} in float64{self._time('solve', 'about')}; in at least "
                 f"{_size(self.solve_bytes)} of memory",
             ),
-            ("bundle", _size(self.bundle_bytes)),
+            ("evaluate", _flops(self.evaluate_flops) + self._time("evaluate", "at least")),
+            ("bundle, all layers", _size(self.bundle_bytes)),
         )
         lines = [f"{name:<26}{value}" for name, value in rows]
         if self.rates is not None:
+            rates, how = self.rates, "measured here"
+            if rates.published:
+                how = f"{EFFICIENCY:.0%} of the published peaks"
+            machine = rates.device if self.gpus == 1 else f"{self.gpus} x {rates.device}"
             lines.append(
-                f"{'times':<26}on {self.rates.device}: bare products run at {self.rates.forward / 1e9:,.0f} (forward), "
-                f"{self.rates.float32 / 1e9:,.0f} (float32) and {self.rates.float64 / 1e9:,.0f} GFLOP/s (float64); disk apart"
+                f"{'times':<26}on {machine}, {how}: {rates.forward / 1e9:,.0f} (forward), {rates.float32 / 1e9:,.0f} (float32) "
+                f"and {rates.float64 / 1e9:,.0f} GFLOP/s (float64); disk apart"
             )
-        return "\n".join(lines)
+        lines += ["", "what a map costs a token, in bfloat16 where it does not say otherwise (computed, not measured):"]
+        return "\n".join(lines + table(self.maps))
 
     def _time(self, what: str, qualifier: str) -> str:
         return "" if self.seconds is None else f", {qualifier} {_duration(self.seconds[what])}"
 
 
-def plan(
-    source: str,
-    target: str,
-    *,
-    num_sequences: int = 500,
-    seq_len: int = 1024,
-    token_stride: int = 4,
-    skip_tokens: int = 1,
-    top_k: int | Literal["all", "auto"] = "all",
-    support: Support = "full",
-    inputs: Inputs = "both",
-    stats_dtype: StatsDtype = "float32",
-    lexical: tuple[int, ...] | Literal["auto"] = "auto",
-    weight_bytes: int = 4,
-    penalties: int = 6,
-    memory_budget: int = 2 << 30,
-    revisions: tuple[str | None, str | None] = (None, None),
-    batch_size: int = 8,
-    trust_remote_code: bool = False,
-    rates: Rates | None = None,
-) -> Plan:
-    """Count what `capture` and `solve` with these options will take.
+def plan(source: str, target: str, options: Options | None = None, rates: Rates | None = None) -> Plan:
+    """Count what `capture`, `solve` and `evaluate` will take, and what maps of this pair cost.
 
     Args:
         source: ref of the source, or the name of a geometry in `kvfit.fit.capture.geometry.GEOMETRIES`.
         target: likewise.
-        num_sequences, seq_len, token_stride, skip_tokens, inputs, stats_dtype, memory_budget, batch_size: as for `capture`.
-        lexical: as for `capture`; ``auto`` counts as the lags that it stands for.
-        top_k, support: as for `solve`; ``auto`` counts as ``all``.
-        weight_bytes: of one stored weight.
-        penalties: tried on the holdout split; 1 for a fixed penalty.
-        revisions: of source and target.
-        trust_remote_code: read configurations that carry code.
-        rates: of a machine, from `measure_rates`; without them there are no times.
+        options: see `Options`.
+        rates: of a machine, from `kvfit.fit.hardware`; without them there are no times.
 
     Raises:
         OptionError: an option that `capture` or `solve` would refuse.
@@ -201,42 +168,33 @@ def plan(
         RefError: no such model.
         UnsupportedModelError: a configuration that does not say its geometry, or not of a causal language model.
     """
-    capturing = CaptureOptions(
-        num_sequences=num_sequences,
-        seq_len=seq_len,
-        token_stride=token_stride,
-        skip_tokens=skip_tokens,
-        inputs=inputs,
-        stats_dtype=stats_dtype,
-        lexical=lexical,
+    options = options or Options()
+    capture, solve = options.capture, options.solve
+    check_batch_size(options.batch_size)
+    a, b = (
+        read_geometry(ref, revision, options.trust_remote_code)
+        for ref, revision in zip((source, target), options.revisions, strict=True)
     )
-    check_batch_size(batch_size)
-    solving = SolveOptions(top_k=top_k, support=support, inputs=inputs)
-    pair = [read_geometry(ref, revision, trust_remote_code) for ref, revision in zip((source, target), revisions, strict=True)]
     if not any(map(is_built_in, (source, target))):
-        _check_tokenizers((source, target), revisions, trust_remote_code)
-    a, b = pair
-    layout = Layout(_spec(a), _spec(b), inputs, stats_dtype, LEXICAL_LAGS if lexical == "auto" else lexical)
-    solving.check_layers(a.n_layers)
-    kept = len(capturing.kept)
-    tokens = num_sequences * kept
-    kinds = 2 if inputs == "both" else 1
-    f1, g1 = a.n_heads * a.head_dim, b.n_heads * b.head_dim
-    chosen = top_k if isinstance(top_k, int) else a.n_layers
-    # Features of one map, and how many systems it takes: one per target layer, or one for all that read every layer.
-    f = chosen * kinds * (f1 if support == "full" else a.head_dim)
-    systems = 2 * (1 if chosen == a.n_layers else b.n_layers) * (1 if support == "full" else b.n_heads)
-    outputs = 2 * b.n_layers * (g1 if support == "full" else b.head_dim * b.n_heads)
-    read = input_set((layout.source, layout.target), "keys", range(chosen), support, inputs)
-    one = f / chosen
-    probes = a.n_layers * ((2 if support == "full" else 2 * b.n_heads) * one**3 / 3 + 4.0 * one * one * outputs)
-    per_token = sum(2.0 * array.n_pairs * array.rows * array.columns for array in layout.blocks)
-    split_bytes = layout.split_bytes
-    shifts = sum(array.chunk_bytes for array in layout.shifts)
-    check_budget(layout, memory_budget)
+        _check_tokenizers((source, target), options.revisions, options.trust_remote_code)
+    lags = LEXICAL_LAGS if capture.lexical == "auto" else capture.lexical
+    layout = Layout(_spec(a), _spec(b), capture.inputs, capture.stats_dtype, lags)
+    solve.check_layers(a.n_layers)
+    check_budget(layout, options.memory_budget)
+    kept = len(capture.kept)
+    tokens = capture.num_sequences * kept
+    read_lags = lags if solve.lexical == "auto" and solve.support == "full" else ()
+    inputs = capture.inputs if solve.inputs == "auto" else solve.inputs
+    chosen = solve.top_k if isinstance(solve.top_k, int) else a.n_layers
+    read = input_set((layout.source, layout.target), "keys", range(chosen), solve.support, inputs, len(read_lags))
+    blocks = 2 * (b.n_layers - (1 if read_lags else 0))
+    split_bytes, shifts = layout.split_bytes, sum(array.chunk_bytes for array in layout.shifts)
     # The buffer is emptied when the next batch does not fit.
-    capacity, batch = buffer_tokens(layout, memory_budget), batch_size * kept
+    capacity, batch = buffer_tokens(layout, options.memory_budget), options.batch_size * kept
     commits = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
+    prefill = Prefill(b.decoder_parameters or b.parameters, 2)
+    item = 4 if solve.dtype == "float32" else 2  # what is worth planning for is a 16-bit model
+    per_token = sum(2.0 * array.n_pairs * array.rows * array.columns for array in layout.blocks)
     return Plan(
         source=a,
         target=b,
@@ -244,17 +202,29 @@ def plan(
         store_bytes=2 * split_bytes + shifts,
         store_bytes_peak=4 * split_bytes + shifts,
         model_bytes=int(2 * (a.parameters + b.parameters)),
-        memory_bytes=memory_budget + (1 << 30),
+        memory_bytes=options.memory_budget + (1 << 30),
         commits=commits,
         traffic_bytes=(2 * commits - 1) * 2 * split_bytes,
-        forward_flops=2.0 * (a.parameters + b.parameters) * num_sequences * seq_len,
+        forward_flops=2.0 * (a.parameters + b.parameters) * capture.num_sequences * capture.seq_len,
         statistics_flops=per_token * tokens,
-        # Every penalty is solved on the way to the best, which is then solved for good.
-        solve_flops=probes + (penalties + (penalties > 1)) * (systems * f**3 / 3 + 4.0 * f * f * outputs),
-        solve_bytes=least_bytes(read, "float64"),
-        bundle_bytes=weight_bytes * (f * outputs + 2 * b.n_layers * g1),
+        solve_flops=_solve_flops(read, blocks, chosen == a.n_layers, 1 if solve.penalty != "auto" else PENALTIES),
+        solve_bytes=least_bytes(read, "float64", basis=solve.rank != "none" and inputs == "both" and solve.support == "full"),
+        bundle_bytes=item * read.n_inputs * blocks * b.n_heads * b.head_dim + 4 * blocks * b.n_heads * b.head_dim,
+        evaluate_flops=2.0 * (a.parameters + b.parameters) * EVALUATION_TOKENS,
+        maps=map_options(layout.source, layout.target, prefill, n_lags=len(lags), rates=rates),
+        gpus=options.gpus,
         rates=rates,
     )
+
+
+def _solve_flops(read: InputSet, blocks: int, shared: bool, penalties: int) -> float:
+    """Operations of probing single layers, and of one factorisation per distinct set and penalty with its solves and scores."""
+    f, outputs, panels = float(read.n_inputs), blocks * read.target.width, len(read.panels)
+    one = f / len(read.source_layers)
+    probes = read.source.n_layers * (2 * panels * one**3 / 3 + 4.0 * one * one * outputs)
+    systems = panels * (2 if shared else blocks)
+    # Every penalty is solved on the way to the best, which is then solved for good.
+    return probes + (penalties + (penalties > 1)) * (systems * f**3 / 3 + 4.0 * f * f * outputs)
 
 
 def _check_tokenizers(refs: tuple[str, str], revisions: tuple[str | None, str | None], trust_remote_code: bool) -> None:
@@ -272,9 +242,12 @@ def _check_tokenizers(refs: tuple[str, str], revisions: tuple[str | None, str | 
 def _spec(geometry: Geometry) -> ModelSpec:
     """Only the geometry counts for sizes; the rest says that it is not known."""
     n = geometry.n_layers
+    # Decoder layers of today have about 12.5 weights per squared width, which gives the width.
+    hidden = ((geometry.decoder_parameters or geometry.parameters) / (12.5 * n)) ** 0.5
+    n_query = max(geometry.n_heads, round(hidden / geometry.head_dim))
     return ModelSpec(
         ref=geometry.name, revision=None, family="", n_layers=n, n_heads=geometry.n_heads, head_dim=geometry.head_dim,
-        n_query_heads=geometry.n_heads, windows=(None,) * n, rope=RopeSpec((), (None,) * n), tokenizer_fingerprint="",
+        n_query_heads=n_query, windows=(None,) * n, rope=RopeSpec((), (None,) * n), tokenizer_fingerprint="",
         config_digest="", weight_fingerprint="", dtype="", quantisation=None,
     )  # fmt: skip
 

@@ -4,18 +4,22 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvfit.bundle.bundle import Bundle
-from kvfit.errors import MismatchError, RefError, UnsupportedModelError
+from kvfit.errors import MismatchError, OptionError, RefError, UnsupportedModelError
+from kvfit.fit import plan as planning
 from kvfit.fit.capture import models
 from kvfit.fit.capture.capture import Options, capture
 from kvfit.fit.capture.geometry import Geometry
 from kvfit.fit.capture.text import TextOptions
-from kvfit.fit.plan import Rates, measure_rates, plan
+from kvfit.fit.hardware import EFFICIENCY, PEAKS, Rates, measure_rates, published_rates
+from kvfit.fit.payoff import break_even
+from kvfit.fit.plan import Plan
 from kvfit.fit.solve.solve import Options as SolveOptions
 from kvfit.fit.solve.solve import solve
 from kvfit.fit.stats.accumulate import Accumulator
@@ -25,20 +29,29 @@ from kvfit.spec import KINDS
 
 SOURCE, TARGET = "demo:source", "demo:target"
 FLOAT32 = models.Options(dtype="float32", device="cpu")
+OF_SOLVE, OF_PLAN = ("top_k", "support", "dtype"), ("memory_budget", "batch_size", "revisions", "gpus")
+
+
+def plan(source: str, target: str, rates: Rates | None = None, **asked: Any) -> Plan:
+    """A plan by the names of the parts' options; separate maps of keys from keys and values from values, in float32."""
+    solving = {"dtype": "float32", "rank": "none"} | {name: asked.pop(name) for name in OF_SOLVE if name in asked}
+    rest = {name: asked.pop(name) for name in OF_PLAN if name in asked}
+    options = planning.Options(capture=Options(**asked), solve=SolveOptions(**solving), **rest)
+    return planning.plan(source, target, options, rates)
+
+
 SMALL = {"num_sequences": 12, "seq_len": 48, "token_stride": 3, "skip_tokens": 1}
 
 
 def test_sizes_equal_a_real_run(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     refs = str(tiny_pair[0]), str(tiny_pair[1])
-    planned = plan(*refs, top_k=2, inputs="same", **SMALL)
-    options = Options(holdout=0.3, inputs="same", **SMALL)
+    planned = plan(*refs, top_k=2, **SMALL)
+    options = Options(holdout=0.3, **SMALL)
     captured = capture(*refs, tmp_path / "pair.zarr", text=TextOptions("demo:text"), options=options, progress=False)
     assert planned.tokens == captured.tokens == Store.open(captured.store).count("all")
     chunks = sum(path.stat().st_size for path in captured.store.rglob("c.*"))
     assert planned.store_bytes == chunks
-    bundle = Bundle.open(
-        solve(captured.store, tmp_path / "bundle", options=SolveOptions(top_k=2, lexical="none"), progress=False).bundle
-    )
+    bundle = Bundle.open(solve(captured.store, tmp_path / "bundle", options=SolveOptions(top_k=2), progress=False).bundle)
     weights = sum(tensor.nbytes for layer in bundle.spec.layers for tensor in bundle.layer(layer.kind, layer.layer_index))
     assert planned.bundle_bytes == weights
 
@@ -85,7 +98,7 @@ def test_a_budget_that_capture_would_refuse_is_refused() -> None:
 
 
 def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:
-    rates = Rates("cpu", forward=2e12, float32=1e12, float64=5e11)
+    rates = Rates("cpu", forward=2e12, float32=1e12, float64=5e11, bandwidth=1e11)
     options = {"inputs": "same", "lexical": ()}
     planned = plan("qwen3-14b", "qwen3-32b", rates=rates, **options)
     assert plan("qwen3-14b", "qwen3-32b").seconds is None
@@ -93,7 +106,12 @@ def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:
         "forward": planned.forward_flops / 2e12,
         "statistics": planned.statistics_flops / 0.8e12,
         "solve": planned.solve_flops / 3e11,
+        "evaluate": planned.evaluate_flops / 2e12,
     }
+    four = plan("qwen3-14b", "qwen3-32b", rates=rates, gpus=4, **options).seconds
+    assert {name: planned.seconds[name] / four[name] for name in four} == pytest.approx(
+        {"forward": 4, "statistics": 4, "solve": 1, "evaluate": 4}
+    )
     assert planned.to_json()["seconds"] == planned.seconds
     assert "4.71e+04 TFLOP, at least 6.5 h" in str(planned)
     assert "63, 7.09 TB read and written; a larger --memory-budget makes them fewer" in str(planned)
@@ -103,7 +121,47 @@ def test_times_are_the_arithmetic_at_the_rates_of_a_machine() -> None:
 def test_rates_are_of_this_machine() -> None:
     rates = measure_rates("cpu", seconds=0.01)
     assert rates.device == "cpu"
-    assert min(rates.forward, rates.float32, rates.float64) > 1e8
+    assert min(rates.forward, rates.float32, rates.float64, rates.bandwidth) > 1e8
+    assert not rates.published
+
+
+def test_published_rates_are_a_stated_share_of_the_peak() -> None:
+    planned = plan("qwen3-14b", "qwen3-32b", rates=published_rates("h100"))
+    assert published_rates("h100").forward == EFFICIENCY * 989e12
+    assert "on H100, 50% of the published peaks" in str(planned)
+    for name in PEAKS:
+        rates = published_rates(name)
+        assert rates.forward > rates.float32 >= rates.float64
+    with pytest.raises(OptionError, match="--hardware: found tpu, needed this or one of h100"):
+        published_rates("tpu")
+
+
+def test_maps_of_the_papers_pair_cost_what_their_shapes_say() -> None:
+    maps = {option.name: option for option in plan("qwen3-14b", "qwen3-32b", rates=published_rates("h100")).maps}
+    inputs, outputs = 2 * 40 * 1024 + 3 * 2048, 2 * 63 * 1024
+    full, basis = maps["all 40 layers, float32"], maps["shared basis, rank 4096"]
+    assert full.parameters == inputs * outputs
+    assert basis.parameters == 4096 * (inputs + outputs)
+    assert (full.nbytes, basis.nbytes) == (4 * full.parameters, 2 * basis.parameters)
+    # A map of all layers in float32 costs more than the prefill takes; a basis of all layers costs less than 8 layers each.
+    assert full.break_even is None
+    assert full.milliseconds[0] > full.milliseconds[1]
+    assert basis.cost.share < 0.05 < maps["8 layers each"].cost.share
+    assert basis.cost.share == pytest.approx(max(basis.cost.flops_per_token / 64e9, basis.nbytes / 64e9))
+    assert basis.break_even < 1000
+    assert all(option.break_even is None for option in plan("qwen3-14b", "qwen3-32b").maps)  # no machine, no length
+
+
+def test_a_handoff_pays_from_where_it_is_faster() -> None:
+    def prefill(tokens: int) -> float:
+        return max(5.0, 0.1 * tokens)
+
+    for rate in (0.01, 0.05, 0.09):
+        found = break_even(lambda tokens, rate=rate: rate * tokens, prefill)
+        assert found is not None
+        assert rate * found + 5 < prefill(found)
+        assert not rate * (found - 1) + 5 < prefill(found - 1)
+    assert break_even(lambda tokens: 0.1 * tokens, prefill) is None
 
 
 def test_parameters_are_counted_from_the_configuration(tiny_pair: tuple[Path, Path]) -> None:
@@ -113,14 +171,19 @@ def test_parameters_are_counted_from_the_configuration(tiny_pair: tuple[Path, Pa
     for folder, geometry in zip(tiny_pair, (planned.source, planned.target), strict=True):
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert geometry.parameters == sum(parameter.numel() for parameter in model.parameters())
+        layers = sum(p.numel() for layer in model.model.layers for p in layer.parameters() if p.dim() == 2)
+        assert geometry.decoder_parameters == layers
         assert (geometry.n_heads, geometry.head_dim) == (2, 16)
 
 
 def test_a_published_pair_by_name() -> None:
     """The bundle of the paper's 14B to 32B pair with 8 layers: 1.07 billion parameters (table 12), biases apart."""
-    planned = plan("qwen3-14b", "qwen3-32b", top_k=8, inputs="same")
+    planned = plan("qwen3-14b", "qwen3-32b", top_k=8, inputs="same", lexical=())
     assert planned.bundle_bytes / 4 == pytest.approx(1.07e9, rel=0.01)
-    assert plan("qwen3-14b", "qwen3-32b", top_k=8, inputs="same", support="head").bundle_bytes < planned.bundle_bytes / 7.9
+    assert (
+        plan("qwen3-14b", "qwen3-32b", top_k=8, inputs="same", lexical=(), support="head").bundle_bytes
+        < planned.bundle_bytes / 7.9
+    )
     assert planned.tokens == 128_000
     assert "40 layers x 8 KV heads x 128" in str(planned)
 

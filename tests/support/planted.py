@@ -80,7 +80,7 @@ class Planted:
 
     def predict(self, bundle: Bundle, split: Split, kind: Kind, layer_index: int) -> np.ndarray:
         """What a bundle's weights say, row by row in float64, (N, H * D)."""
-        weight, bias = (tensor.double().numpy() for tensor in bundle.layer(kind, layer_index))
+        weight, bias = (tensor.double().numpy() for tensor in bundle.layer(kind, layer_index, bias_dtype=torch.float32))
         spec = bundle.spec
         kinds = (kind,) if spec.inputs == "same" else KINDS
         layers = spec.layer(kind, layer_index).source_layers

@@ -10,6 +10,7 @@ import torch
 
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit.capture import models
+from kvfit.model.decoder import decoder_parameters
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Geometry:
         n_heads: KV heads of a layer.
         head_dim: features of a head.
         parameters: of the whole model.
+        decoder_parameters: of its decoder layers, that a token is multiplied with; 0 where only the whole is known.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Geometry:
     n_heads: int
     head_dim: int
     parameters: float
+    decoder_parameters: float = 0.0
 
 
 # Source: Heo et al., arXiv:2608.03893, table 10; parameters as the models are called.
@@ -70,13 +73,12 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_query
     n_heads = getattr(config, "num_key_value_heads", None) or n_query
-    return Geometry(
-        models.split_ref(ref, revision)[1], n_layers, n_heads, head_dim, float(_parameters(whole, trust_remote_code))
-    )
+    counts = _parameters(whole, trust_remote_code)
+    return Geometry(models.split_ref(ref, revision)[1], n_layers, n_heads, head_dim, *map(float, counts))
 
 
-def _parameters(config: Any, trust_remote_code: bool) -> int:
-    """Parameters of the model that a configuration describes, from shapes alone."""
+def _parameters(config: Any, trust_remote_code: bool) -> tuple[int, int]:
+    """Parameters of the model that a configuration describes and of its decoder layers, from shapes alone."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -88,4 +90,4 @@ def _parameters(config: Any, trust_remote_code: bool) -> int:
             f"{config.model_type}: found no causal language model for this configuration ({reason}), needed a decoder"
         ) from error
     # Tied weights are one parameter under two names; `parameters` counts them once.
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters()), decoder_parameters(model)
