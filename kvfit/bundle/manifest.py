@@ -80,7 +80,7 @@ def parse(data: bytes) -> dict[str, str]:
     """Digests by name.
 
     Raises:
-        BundleError: a malformed line, a name that the format does not allow, a name listed twice, a missing file's name.
+        BundleError: a line is malformed, a name is not allowed or listed twice, or a required file is not listed.
     """
     digests: dict[str, str] = {}
     for number, digest, name in entries(data):
@@ -157,10 +157,10 @@ def shard_names(digests: Mapping[str, str]) -> list[str]:
 
 
 def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
-    """Check that a folder holds exactly the listed files and that each is a regular file.
+    """Check that a folder holds exactly the listed files, each of them a regular file.
 
     Raises:
-        BundleError: names the first file that is unlisted, missing, a link, a folder or a device.
+        BundleError: a file is unlisted or missing, or is a link, a folder or a device; names the first one.
     """
     present = {entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")}
     for name in sorted(present - set(digests) - {MANIFEST}):
@@ -172,7 +172,7 @@ def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def check_regular(folder: Path, name: str) -> None:
-    """Refuse what is no regular file; a link only passes from a Hub snapshot into the blobs of its cache."""
+    """Refuse everything but a regular file, or a link from a snapshot of the Hub's cache into the cache's own blobs."""
     path = folder / name
     try:
         mode = path.lstat().st_mode
@@ -182,7 +182,7 @@ def check_regular(folder: Path, name: str) -> None:
                 raise BundleError(f"file {name}: a symbolic link to {str(target)[:200]!r}, needed a regular file")
             mode = target.lstat().st_mode
     except FileNotFoundError:
-        raise BundleError(f"file {name}: missing in {folder}; this is no bundle, or an incomplete one") from None
+        raise BundleError(f"file {name}: missing in {folder}, so this is not a bundle or an incomplete one") from None
     except OSError as error:
         raise BundleError(f"file {name}: cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(mode):
@@ -190,7 +190,7 @@ def check_regular(folder: Path, name: str) -> None:
 
 
 def _is_blob(target: Path, folder: Path) -> bool:
-    """Whether a file lies where the Hub's client keeps the content of a snapshot: CACHE/models--A--B/snapshots/COMMIT."""
+    """Whether a file lies where the Hub's client keeps the content of the snapshot CACHE/models--A--B/snapshots/COMMIT."""
     repository = folder.parent.parent
     own = target.parent == repository / "blobs"
     shared = target.parent.parent == repository.parent / "blobs"  # the client's store of content that repositories share
@@ -242,7 +242,7 @@ def how_to_renew(path: Path) -> str:
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
-    """Size, time and number of a file, which change when somebody writes it or puts another in its place."""
+    """Size, time of change and number of a file: they differ once somebody has written to it or replaced it."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 

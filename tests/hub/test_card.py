@@ -1,5 +1,6 @@
 """The card: a pure function of the bundle, held by a golden file; and its metadata as the Hub's client reads them."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -169,6 +170,16 @@ def test_a_lexical_mapper_with_a_basis_has_a_card(tmp_path):
     assert "| lexical inputs | lag 0, lag 1 |" in text
     assert "| rank of the shared basis | 5 |" in text
     assert "  2 |" in text
+
+
+@pytest.mark.parametrize("family", ["{{ 7 * 7 }}", "{% for x in y %}", "a: [b", "- no", "#x", "'\"", "null", "---"])
+def test_text_of_a_bundle_is_no_template_and_no_metadata(tmp_path, family):
+    spec = mapper_spec()
+    spec = dataclasses.replace(spec, source=dataclasses.replace(spec.source, family=family))
+    bundle = Bundle.open(make_bundle(tmp_path / "b", spec))
+    text = render_card(bundle)
+    assert f"| family | {family} | llama |" in text
+    assert check_metadata(text, "b")["tags"] == ["kvfit", "kv-cache", "kv-cache-transfer", family, "llama"]
 
 
 def test_nothing_that_steers_a_terminal_gets_into_a_card(tmp_path):
