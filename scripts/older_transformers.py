@@ -32,7 +32,7 @@ VERSIONS = ("4.57.6", "5.19.0")
 # tests/test_versions.py fails where another version answers than the one that was asked for. The demo, the longest, is first.
 TESTS = (
     "demo", "versions", "rope", "cache", "windows", "families", "identity", "identity_map", "identity_fitted", "refusals",
-    "content", "interference", "tensor_sums", "first_layer", "generate",
+    "forward", "content", "interference", "tensor_sums", "first_layer", "generate",
     "selfcheck", "inspect", "mapper", "handoff", "recompute", "geometry", "capture",
 )  # fmt: skip
 

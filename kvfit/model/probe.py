@@ -1,8 +1,8 @@
-"""What kvfit has to know about a loaded model's cache, found by watching the model instead of reading its configuration.
+"""`probe`: the geometry and the rotary description of a loaded model, found by watching it run.
 
 Two passes over a few tokens, at positions from 0 and from 1,031, show which layers own keys and values, their geometry, and
-what each layer gave its rotary function and got back. The rotary tables come from the model's own rotary modules; which layer
-uses which, and how features pair, is whatever reproduces what the layer did. What nothing reproduces is refused.
+what each layer gave its rotary function and got back. The rotary tables come from the model's own rotary modules. The table,
+pairing and direction that reproduce what a layer did are the layer's; a model that none of them reproduces is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvfit.errors import KvfitError
 from kvfit.model.axes import refuse_several_axes
 from kvfit.model.decoder import setting, some_tokens, text_config, unwrapped
 from kvfit.model.rope import angles, rotate
-from kvfit.model.tables import rotary_tables
+from kvfit.model.tables import longest_position, rotary_tables
 from kvfit.model.trace import LayerTrace, refusal, trace
 from kvfit.spec import Pairing, RopeSpec, RopeTable
 
@@ -39,7 +39,10 @@ class Probe:
 
 @dataclass
 class _Layer:
-    """One layer over both passes: per pass (positions, candidates of given keys or None, cached keys)."""
+    """What one layer did in each pass: positions (T,), candidates for the keys given to its rotary function, cached keys.
+
+    The candidates are None where the layer does not rotate.
+    """
 
     passes: list[tuple[Tensor, tuple[Tensor, ...] | None, Tensor]]
 
@@ -57,8 +60,10 @@ def probe(model: Any) -> Probe:
     candidates = rotary_tables(model)
     # A few families turn the other way, which is the same table with its frequencies negated.
     both_ways = [*candidates, *((tuple(-value for value in frequencies), scaling) for frequencies, scaling in candidates)]
+    longest = longest_position(model)
+    far = _FAR_POSITION if longest is None else max(0, min(_FAR_POSITION, longest + 1 - _N_TOKENS))
     layers: dict[int, _Layer] = {}
-    for first in (0, _FAR_POSITION) if candidates else (0,):
+    for first in (0, far) if candidates else (0,):
         _watch(model, first, layers)
     if rotary_tables(model) != candidates:
         raise refusal(model, None, "its inverse frequencies change with the length of the input")
@@ -72,7 +77,7 @@ def probe(model: Any) -> Probe:
             tables.append(table)
         assignment.append(None if table is None else tables.index(table))
     if any(table is not None for table in assignment):
-        refuse_several_axes(model, _FAR_POSITION)
+        refuse_several_axes(model, far)
     return Probe(len(layers), keys.shape[1], keys.shape[3], dtype_name(keys.dtype), RopeSpec(tuple(tables), tuple(assignment)))
 
 
@@ -115,7 +120,7 @@ def plane_error(found: Tensor, wanted: Tensor, table: RopeTable) -> float:
 
 
 def refuse_by_name(model: Any) -> None:
-    """Refuse what is known to be impossible to describe, before anything runs.
+    """Refuse what cannot be described, as far as names and settings tell before anything runs.
 
     Raises:
         UnsupportedModelError: names family, layer and reason.

@@ -21,15 +21,26 @@ def rotary_tables(model: Any) -> list[tuple[tuple[float, ...], float]]:
         entry = (tuple(frequencies.detach().float().cpu().tolist()), 1.0 if scaling is None else float(scaling))
         if entry not in found:
             found.append(entry)
-    seen: set[int] = set()
+    for table in _sine_tables(model):
+        recovered = frequencies_of_sines(table)
+        if recovered is not None and (recovered, 1.0) not in found:
+            found.append((recovered, 1.0))
+    return found
+
+
+def longest_position(model: Any) -> int | None:
+    """The last position that every table of sines of a model has; None for a model that computes its sines as it runs."""
+    return min((table.shape[0] - 1 for table in _sine_tables(model)), default=None)
+
+
+def _sine_tables(model: Any) -> list[Tensor]:
+    """Distinct tables of sines and cosines; each layer may hold the same one."""
+    tables: dict[int, Tensor] = {}
     for module in model.modules():
         table = getattr(module, _SINES, None)
-        if isinstance(table, Tensor) and table.data_ptr() not in seen and not table.is_meta:
-            seen.add(table.data_ptr())
-            frequencies_of_table = frequencies_of_sines(table.detach())
-            if frequencies_of_table is not None and (frequencies_of_table, 1.0) not in found:
-                found.append((frequencies_of_table, 1.0))
-    return found
+        if isinstance(table, Tensor) and table.dim() == 2 and not table.is_meta:
+            tables.setdefault(table.data_ptr(), table.detach())
+    return list(tables.values())
 
 
 def frequencies_of_sines(table: Tensor) -> tuple[float, ...] | None:

@@ -1,8 +1,8 @@
-"""One forward pass, watched: what a model really gave its rotary function and its cache, layer by layer.
+"""`trace`: one forward pass, watched. What did each layer give its rotary function, and what did it cache?
 
 A rotation by a wrong angle undoes itself, so a round trip proves nothing. What proves a `RopeSpec` is the tensor that the
-model's own code handed to its own rotary function; this module gets at it for any family whose modeling code calls a function
-named like ``apply_rotary_pos_emb``, fused projections included.
+model's own code gave to its own rotary function. This module records it for every family whose modeling code calls a function
+named like ``apply_rotary_pos_emb``, with fused projections too.
 """
 
 from __future__ import annotations

@@ -270,3 +270,8 @@ def test_a_configuration_that_raises_for_values_per_layer(monkeypatch: pytest.Mo
     assert setting(config, "num_attention_heads") == 4
     monkeypatch.setattr(probing, "text_config", lambda model: Raising(decoder.text_config(model)))
     assert probe(build(QWEN3)).n_layers == 3
+
+
+def test_a_table_of_sines_shorter_than_the_far_position_is_enough() -> None:
+    gptj = next(family for family in UNLISTED if family.name == "gptj")
+    assert probe(build(gptj, n_positions=64)).rope.tables[0].pairing == "interleaved"
