@@ -1,5 +1,6 @@
 """Refinement repairs a damaged map, ships nothing that is not better, and folds its corrections away exactly."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.support import made_mappers
 
 FLOAT32 = (models.Options(dtype="float32", device="cpu"),) * 2
 TEXT = (TextOptions("demo:text"),)
-SCHEDULE = Schedule(steps=30, batch_size=3, learning_rate=0.01, continuation=16, prefix_least=16, check_every=10)
+SCHEDULE = Schedule(steps=20, batch_size=3, learning_rate=0.01, continuation=16, prefix_least=16, check_every=10)
 OPTIONS = Options(num_sequences=12, seq_len=64, rank=32, schedule=SCHEDULE)
 
 
@@ -55,9 +56,11 @@ def written(folder: Path, mapper: Mapper, *, damage: float = 0.0, seed: int = 0)
     return folder
 
 
-def refined(bundle: Path, folder: Path, tiny_pair: tuple[Path, Path], options: Options = OPTIONS) -> Any:
+def refined(
+    bundle: Path, folder: Path, tiny_pair: tuple[Path, Path], options: Options = OPTIONS, texts: tuple[TextOptions, ...] = TEXT
+) -> Any:
     ref = str(tiny_pair[1])
-    return refine(bundle, folder, texts=TEXT, source=ref, target=ref, options=options, loading=FLOAT32, progress=False)
+    return refine(bundle, folder, texts=texts, source=ref, target=ref, options=options, loading=FLOAT32, progress=False)
 
 
 def test_a_damaged_identity_is_repaired(tmp_path: Path, identity: Mapper, tiny_pair: tuple[Path, Path]) -> None:
@@ -189,8 +192,10 @@ def test_refusals(tmp_path: Path, identity: Mapper, tiny_pair: tuple[Path, Path]
     ref = str(tiny_pair[0])
     with pytest.raises(MismatchError):
         refine(bundle, tmp_path / "out", texts=TEXT, source=ref, target=ref, options=OPTIONS, loading=FLOAT32, progress=False)
-    with pytest.raises(TextError, match="sequences of 1000 tokens"):
-        refined(bundle, tmp_path / "out", tiny_pair, replace(OPTIONS, num_sequences=2000, seq_len=1000))
+    little = tmp_path / "little.jsonl"
+    little.write_text("".join(json.dumps({"text": f"{number} and so on " * 50}) + "\n" for number in range(3)))
+    with pytest.raises(TextError, match="found 3 sequences of 64 tokens, needed 12"):
+        refined(bundle, tmp_path / "out", tiny_pair, texts=(TextOptions(str(little)),))
     with pytest.raises(OptionError, match="--holdout"):
         Options(num_sequences=4, holdout=0.1)
     with pytest.raises(OptionError, match="--rank"):
