@@ -207,7 +207,12 @@ def _row_sums(rows: Tensor, coefficients: Tensor) -> Tensor:
     """``rows @ coefficients`` in integers that wrap around; (R,)."""
     if rows.device.type == "cpu":
         return torch.mv(rows, coefficients)
-    step = max(1, _BLOCK // rows.shape[1])  # no integer matrix product there
+    return _row_sums_in_blocks(rows, coefficients)
+
+
+def _row_sums_in_blocks(rows: Tensor, coefficients: Tensor) -> Tensor:
+    """The same where there is no integer matrix product, as on graphics cards."""
+    step = max(1, _BLOCK // rows.shape[1])
     return torch.cat([(piece * coefficients).sum(1) for piece in torch.split(rows, step)])
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from zoo import FAMILIES, UNLISTED, VOCABULARY, build
 
+from kvfit.model import content
 from kvfit.model.content import _expert_sum, _tensor_sum, content_of, part_digests
 
 BY_NAME = {family.name: family for family in FAMILIES + UNLISTED}
@@ -50,6 +51,15 @@ def test_strides_and_offsets_do_not_matter() -> None:
     assert _tensor_sum(values.T.contiguous().T, False) == _tensor_sum(values, False)
     shifted = torch.randn(1001)[1:]
     assert _tensor_sum(shifted, False) == _tensor_sum(shifted.clone(), False)
+
+
+def test_sums_on_a_device_without_integer_products_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(8192 * 4 * 3 + 5)
+    wanted, experts = _tensor_sum(values, False), _expert_sum(values[:96].reshape(4, 3, 8), False, None)
+    monkeypatch.setattr(content, "_BLOCK", 8192 * 2)
+    monkeypatch.setattr(content, "_row_sums", content._row_sums_in_blocks)
+    assert _tensor_sum(values, False) == wanted
+    assert _expert_sum(values[:96].reshape(4, 3, 8), False, None) == experts
 
 
 def test_places_count() -> None:

@@ -304,6 +304,7 @@ REFUSED = [
         None,
         "several positions",
         "multimodal rotary embedding that the configuration does not name",
+        "5.0",
     ),
     Refused("paligemma", "paligemma", {}, 0, "its positions start at 1", "positions from 1"),
     Refused(

@@ -20,7 +20,7 @@ from kvfit.fit.refine.refine import Options, Schedule, refine
 from kvfit.fit.refine.training import Continuation, holdout_divergence
 from kvfit.fit.stats import digests
 from kvfit.model import cache as caches
-from kvfit.model.identity import tokenizer_fingerprint
+from kvfit.model.digests import tokenizer_fingerprint
 from kvfit.runtime.handoff import handoff
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import MapperSpec
