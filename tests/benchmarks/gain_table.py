@@ -1,4 +1,4 @@
-"""What the gain, the choice of layers and the penalty do to the demo pair: the table of docs/guides/solve.md.
+"""What inputs, rank, gain, layers and penalty do to the demo pair: the table of docs/guides/solve.md.
 
     python tests/benchmarks/gain_table.py --out table
 
@@ -22,14 +22,25 @@ from kvfit.fit.solve.solve import solve
 from kvfit.spec import KINDS
 
 GAINS: tuple[Gain, ...] = ("none", "variance", "head")
+SEPARATE: dict[str, Any] = {"inputs": "same", "lexical": "none", "rank": "none", "cost": None}
+BOTH = SEPARATE | {"inputs": "both"}
+LEXICAL = BOTH | {"lexical": "auto"}
 # The comparisons that matter most come first, so that a run that is cut short still says something.
 MAPS: list[tuple[str, Options]] = [
-    *[(f"all layers, penalty 0.01, gain {gain}", Options(penalty=0.01, gain=gain)) for gain in GAINS],
-    *[(f"all layers, penalty auto, gain {gain}", Options(gain=gain)) for gain in GAINS[:2]],
-    *[(f"keys and values as inputs, penalty auto, gain {gain}", Options(inputs="both", gain=gain)) for gain in GAINS[:2]],
-    *[(f"all layers, penalty 0.1, gain {gain}", Options(penalty=0.1, gain=gain)) for gain in GAINS[:2]],
-    *[(f"best single layer, penalty 0.01, gain {gain}", Options(top_k=1, penalty=0.01, gain=gain)) for gain in GAINS[:2]],
-    *[(f"matching head, penalty 0.01, gain {gain}", Options(penalty=0.01, support="head", gain=gain)) for gain in GAINS[:2]],
+    ("keys and values as inputs", Options(**BOTH)),
+    ("the same and lexical inputs", Options(**LEXICAL)),
+    *[(f"the same, rank {rank}", Options(**LEXICAL | {"rank": rank})) for rank in (512, 256, 128, 64)],
+    ("the same, full rank, penalty 0.01", Options(**LEXICAL, penalty=0.01)),
+    ("the same, full rank, gain from the fit split", Options(**LEXICAL, gain_split="fit")),
+    *[(f"all layers, penalty 0.01, gain {gain}", Options(**SEPARATE, penalty=0.01, gain=gain)) for gain in GAINS],
+    *[(f"all layers, penalty auto, gain {gain}", Options(**SEPARATE, gain=gain)) for gain in GAINS[:2]],
+    *[(f"keys and values as inputs, penalty auto, gain {gain}", Options(**BOTH, gain=gain)) for gain in GAINS[:2]],
+    *[(f"all layers, penalty 0.1, gain {gain}", Options(**SEPARATE, penalty=0.1, gain=gain)) for gain in GAINS[:2]],
+    *[(f"best layer, penalty 0.01, gain {gain}", Options(**SEPARATE, top_k=1, penalty=0.01, gain=gain)) for gain in GAINS[:2]],
+    *[
+        (f"matching head, penalty 0.01, gain {gain}", Options(**SEPARATE, penalty=0.01, support="head", gain=gain))
+        for gain in GAINS[:2]
+    ],
     ("heo2026", dataclasses.replace(RECIPES["heo2026"], top_k="all")),  # the demo's source has fewer than 8 layers
 ]
 
@@ -46,7 +57,7 @@ def row(name: str, options: Options, store: Path, folder: Path, asked: argparse.
     ).report
     r2 = {kind: solved.report["r2"][kind] for kind in KINDS}
     arms = report["arms"]
-    found: dict[str, Any] = {"map": name}
+    found: dict[str, Any] = {"map": name, "share_of_prefill": solved.report["cost"]["share"]}
     for kind in KINDS:
         found[f"{kind}_r2"] = r2[kind]["chosen"]["holdout"]
         found[f"{kind}_r2_used"] = r2[kind]["chosen_with_gain"]["holdout"]
@@ -59,13 +70,14 @@ def row(name: str, options: Options, store: Path, folder: Path, asked: argparse.
 def main() -> None:
     """Run, and write the rows as they come."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", type=Path, help="a store of the demo pair that was captured with --inputs both")
+    parser.add_argument("--store", type=Path, help="a store of the demo pair, captured with keys and values and lexical inputs")
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines")
     parser.add_argument("--source", default="demo:source")
     parser.add_argument("--target", default="demo:target")
     parser.add_argument("--num-sequences", type=int, default=600)
     parser.add_argument("--documents", type=int, default=48)
     parser.add_argument("--probes", type=int, default=40)
+    parser.add_argument("--first", type=int, help="only so many maps from the top")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         store = asked.store
@@ -76,7 +88,7 @@ def main() -> None:
             )
             store = captured.store
         with open(asked.out, "a") as stream:
-            for name, wanted in MAPS:
+            for name, wanted in MAPS[: asked.first]:
                 print(json.dumps(row(name, wanted, store, Path(folder), asked)), file=stream, flush=True)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from kvfit.fit.solve.scratch import SUFFIX, scratch_folder
 from planted import Planted, plant
 
 from kvfit.bundle.bundle import Bundle
@@ -22,7 +23,6 @@ from kvfit.errors import OptionError
 from kvfit.fit.solve import choice
 from kvfit.fit.solve.fitter import Fitter
 from kvfit.fit.solve.options import Options
-from kvfit.fit.solve.scratch import SUFFIX, scratch_folder
 from kvfit.fit.solve.solve import open_reader, probe_kinds, solve
 from kvfit.spec import KINDS
 
