@@ -37,7 +37,7 @@ def main():
         mapper, target, ids[unsure], pairs, attention_mask=mask[unsure], recompute=0.1, guide=source, on_error="prefill"
     )
     answers = draft.sequences.clone()
-    answers[unsure] = generate(target, ids[unsure], moved.cache, attention_mask=mask[unsure], **options)
+    answers[unsure] = moved.generate(**options)
     for row, answer in enumerate(answers):
         who = f"target ({moved.status})" if row in unsure else "source"
         print(f"{float(sure[row]):.2f} {who:<18} {tokenizer.decode(answer[ids.shape[1] :])!r}")

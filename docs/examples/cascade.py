@@ -30,7 +30,7 @@ def main():
             answer, who = draft.sequences, "source"
         else:
             moved = handoff(mapper, target, ids, kept, recompute=0.1, guide=source, on_error="prefill")
-            answer, who = generate(target, ids, moved.cache, **options), f"target ({moved.status})"
+            answer, who = moved.generate(**options), f"target ({moved.status})"
             escalated += 1
         print(f"{sure:.2f} {who:<18} {tokenizer.decode(answer[0, ids.shape[1] :])!r}")
     print(f"escalated {escalated} of 4")

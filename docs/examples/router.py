@@ -29,7 +29,7 @@ def main():
             answer, who = generate(source, ids, source_cache, **options), "source"
         else:
             moved = handoff(mapper, target, ids, source_cache, recompute=0.1, guide=source, on_error="prefill")
-            answer, who = generate(target, ids, moved.cache, **options), f"target ({moved.status})"
+            answer, who = moved.generate(**options), f"target ({moved.status})"
         print(f"{nats:.2f} nats/token -> {who:<18} {tokenizer.decode(answer[0, ids.shape[1] :])!r}")
 
 

@@ -30,7 +30,7 @@ def main():
     moved = handoff(mapper, target, conversation, source_cache, recompute=0.1, guide=source)
     print(f"moved:  {moved.n_mapped} tokens mapped, {moved.n_exact} run by the target")
     length = conversation.shape[1]
-    conversation = generate(target, conversation, moved.cache, **options)
+    conversation = moved.generate(**options)
     print("target:", repr(tokenizer.decode(conversation[0, length:])))
 
     # Next turn: the source keeps reading along, which is cheap; the target's own cache is kept and only what is new is mapped.
@@ -42,7 +42,7 @@ def main():
     )
     print(f"moved:  {again.n_reused} tokens kept, {again.n_mapped} tokens mapped")
     length = conversation.shape[1]
-    conversation = generate(target, conversation, again.cache, **options)
+    conversation = again.generate(**options)
     print("target:", repr(tokenizer.decode(conversation[0, length:])))
 
 

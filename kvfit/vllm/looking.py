@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvfit.runtime.recompute import DRAFT_TOKENS, N_HEADS, QUESTION_TOKENS
+from kvfit.runtime.recompute import DRAFT_TOKENS, N_HEADS, OTHERS_WEIGHT, QUESTION_TOKENS
 from kvfit.vllm.engine import Engine
 
 
 def looks(engine: Engine, token_ids: Sequence[int], block_ids: Sequence[int]) -> Tensor:
-    """What the queries attend to on average.
+    """What the queries attend to: the last one, and in part the others.
 
     Args:
         engine: the source's; it has read the whole prompt.
@@ -32,14 +32,15 @@ def looks(engine: Engine, token_ids: Sequence[int], block_ids: Sequence[int]) ->
     memory = torch.cat([states, states.new_zeros(*states.shape[:3], DRAFT_TOKENS, states.shape[4])], 3)
     strongest = _Strongest(length - 1)
     logits = engine.read_on(token_ids[length - question :], memory[:, :, :, :length], strongest.take)
-    total, n_queries = strongest.taken().sum(0), question
+    taken = strongest.taken()
+    others = taken.amax(0)
     for step in range(DRAFT_TOKENS):
         token = int(logits.argmax())
         if token in engine.end_ids:
             break
         logits = engine.read_on([token], memory[:, :, :, : length + step + 1], strongest.take)
-        total, n_queries = total + strongest.taken()[0], n_queries + 1
-    return total / n_queries
+        others = torch.maximum(others, strongest.taken()[0])
+    return torch.maximum(taken[-1], OTHERS_WEIGHT * others)
 
 
 class _Strongest:
