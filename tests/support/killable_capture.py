@@ -22,18 +22,20 @@ import torch
 import zarr  # noqa: F401  before forking, so that a child is at its work at once
 from random_pair import SOURCE, TARGET, batches, budget
 
+from kvfit.fit.stats import accumulate
 from kvfit.fit.stats.store import Accumulator
 
 RECIPE = {"seed": 0}
 WATCHED = ("fsync", "replace", "rename", "unlink")
 
 
-def run(path: Path, given: list) -> None:
-    """Create or resume, and go on to the end."""
+def run(path: Path, given: list, in_memory: bool) -> None:
+    """Create or resume, and go on to the end; the blocks in memory and a snapshot after each flush, or on disk."""
+    settings = {"recipe": RECIPE, "memory_budget": 1 << 30 if in_memory else budget(64), "snapshot_seconds": 0}
     if path.exists():
-        accumulator = Accumulator.resume(path, recipe=RECIPE, memory_budget=budget(64))
+        accumulator = Accumulator.resume(path, **settings)
     else:
-        accumulator = Accumulator.create(path, source=SOURCE, target=TARGET, recipe=RECIPE, memory_budget=budget(64))
+        accumulator = Accumulator.create(path, source=SOURCE, target=TARGET, **settings)
     with accumulator:
         for number in range(accumulator.cursor or 0, len(given)):
             split, source, target = given[number]
@@ -64,7 +66,7 @@ def die_at(call: int) -> None:
         watched(name)
 
 
-def fork(path: Path, given: list, *, call: int = 0, seconds: float | None = None) -> tuple[bool, float]:
+def fork(path: Path, given: list, *, in_memory: bool = False, call: int = 0, seconds: float | None = None) -> tuple[bool, float]:
     """Run in a child; whether it was killed, and how long it took."""
     reader, writer = os.pipe()
     started, child = time.perf_counter(), os.fork()
@@ -74,7 +76,7 @@ def fork(path: Path, given: list, *, call: int = 0, seconds: float | None = None
             os.close(reader)
             if call:
                 die_at(call)
-            run(path, given)
+            run(path, given, in_memory)
             status = 0
         finally:
             os._exit(status)
@@ -90,6 +92,7 @@ def fork(path: Path, given: list, *, call: int = 0, seconds: float | None = None
 
 def main(folder: Path, seed: int, kills: int) -> None:
     torch.set_num_threads(1)
+    accumulate.RESIDENT_BUFFER = 64  # as the other way has, so that both empty it at the same batches
     chance = random.Random(seed)
     given = batches([chance.randrange(1, 50) for _ in range(100)] + [150, 7], seed=seed, mean=30.0)
     _, seconds = fork(folder / "whole.zarr", given)
@@ -101,7 +104,7 @@ def main(folder: Path, seed: int, kills: int) -> None:
             how = {"call": chance.randrange(1, 60)}  # a commit makes some 20
         else:
             how = {"seconds": chance.uniform(0, seconds / 3)}
-        killed, _ = fork(path, given, **how)
+        killed, _ = fork(path, given, in_memory=chance.random() < 0.5, **how)
         kills_of[-1] += killed
         cursors.append(json.loads((path / "commit.json").read_bytes())["record"]["cursor"] if path.exists() else "nothing")
         if not killed:  # it got to the end: once more from the start

@@ -1,16 +1,23 @@
 """Accumulator: activations in, statistics on disk.
 
 Activations are shifted and put into one buffer, `fit` rows from its front and `holdout` rows from its back. When the next
-batch does not fit, every block is updated by matrix products over the buffer, written to the generation that is not live,
-and one commit makes that generation live together with the cursor. Where the buffer is emptied depends on the sizes of the
-batches alone, so a run that was killed and resumed ends with the same bits as one that was not.
+batch does not fit, the buffer is emptied: every block is updated by matrix products over its rows. Where all blocks fit into
+the memory budget they stay in memory, and a snapshot is written every few minutes while the next batches run. Otherwise they
+are updated on disk, one by one, each time. Either way new numbers go to the generation that is not live, and one commit makes
+it live together with the cursor.
+
+Where the buffer is emptied depends on its size and on those of the batches alone, and only such a moment is committed. So a
+run that was killed and resumed ends with the same bits as one that was not, however often it was written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -23,18 +30,40 @@ from kvfit.fit.stats import moments
 from kvfit.fit.stats.buffer import Activations, TokenBuffer
 from kvfit.fit.stats.layout import SPLITS, Layout, Part, StatsDtype, array_path
 from kvfit.fit.stats.record import BadValue, Batches, Tokens, first_difference
+from kvfit.fit.stats.resident import ResidentBlocks, resident_bytes
 from kvfit.fit.stats.updater import BlockUpdater, working_bytes
 from kvfit.fit.stats.writer import StoreWriter
 from kvfit.spec import Inputs, ModelSpec, to_json
 
 LARGEST_BUFFER = 32_768  # tokens; more would only make commits rarer
+RESIDENT_BUFFER = 8192  # tokens with the blocks in memory; adding to the blocks then costs 2 % of the products
+LEAST_RESIDENT_BUFFER = 1024
+SNAPSHOT_SECONDS = 600.0
+AUTO_SHARE = 0.5  # of the free memory, for a memory budget of ``auto``
 BUFFER_SHARE = 7 / 8  # of the memory budget; the rest, and a fixed few hundred MB, is for blocks on their way to disk
 QUARANTINE_SHARE = 0.01
 QUARANTINE_FROM = 100  # batches, before the share means anything
 
 
+def free_share(device: torch.device | str | None = None) -> int:
+    """The memory budget that ``auto`` means: half of what is free where the statistics are, bytes."""
+    place = torch.device(device or "cpu")
+    if place.type == "cuda":
+        return int(AUTO_SHARE * torch.cuda.mem_get_info(place)[0])
+    import psutil
+
+    return int(AUTO_SHARE * psutil.virtual_memory().available)
+
+
+def fits_in_memory(layout: Layout, memory_budget: int) -> bool:
+    """Whether all blocks and a buffer of `LEAST_RESIDENT_BUFFER` tokens fit into `memory_budget` bytes."""
+    return memory_budget >= resident_bytes(layout) + LEAST_RESIDENT_BUFFER * layout.token_bytes
+
+
 def buffer_tokens(layout: Layout, memory_budget: int) -> int:
     """Tokens that the buffer of a store holds within `memory_budget` bytes."""
+    if fits_in_memory(layout, memory_budget):
+        return min(RESIDENT_BUFFER, LARGEST_BUFFER, (memory_budget - resident_bytes(layout)) // layout.token_bytes)
     return max(1, min(LARGEST_BUFFER, int(memory_budget * BUFFER_SHARE) // layout.token_bytes))
 
 
@@ -53,24 +82,42 @@ def check_budget(layout: Layout, memory_budget: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Point:
+    """What a commit says of the moment when the buffer was emptied."""
+
+    cursor: Any
+    tokens: Tokens
+    batches: Batches
+
+
 class Accumulator:
     """A store that is being written; holds its lock until it is closed.
 
-    A context manager. Leaving it commits nothing: what came after the last commit is captured again on resume, so that where
-    the buffer is emptied, and with it every bit, does not depend on interruptions.
+    A context manager. Leaving it before the end commits what was in the blocks when the buffer was last emptied, and never
+    what is in the buffer: that is captured again on resume, so that where the buffer is emptied, and with it every bit, does
+    not depend on interruptions.
 
     Attributes:
         path: the store's folder.
-        cursor: of the last commit; None for a fresh store.
-        finished: whether the last commit finished the store.
     """
 
-    def __init__(self, writer: StoreWriter, memory_budget: int, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        writer: StoreWriter,
+        memory_budget: int,
+        device: torch.device | str | None,
+        snapshot_seconds: float = SNAPSHOT_SECONDS,
+    ) -> None:
         record = writer.record
         self.path = writer.root
-        self.cursor: Any = record.cursor
-        self.finished = record.finished
         self._updater = BlockUpdater(writer)
+        self._resident = ResidentBlocks(writer) if fits_in_memory(writer.layout, memory_budget) else None
+        self._snapshot_seconds = snapshot_seconds
+        self._written_at = time.monotonic()
+        self._snapshot: Future[None] | None = None
+        self._background = ThreadPoolExecutor(1, "kvfit-snapshot")
+        self._flushed: _Point | None = None  # where the blocks in memory stand, if that can be committed and is not yet
         self._writer = writer
         self._layout: Layout = writer.layout
         fits = buffer_tokens(self._layout, memory_budget)
@@ -82,6 +129,21 @@ class Accumulator:
         self._next_cursor: Any = record.cursor
         self._failed: BaseException | None = None
         self._load()
+
+    @property
+    def cursor(self) -> Any:
+        """Of the last commit; None for a fresh store."""
+        return self._writer.record.cursor
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last commit finished the store."""
+        return self._writer.record.finished
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all blocks are in memory between snapshots."""
+        return self._resident is not None
 
     @classmethod
     def create(
@@ -96,6 +158,7 @@ class Accumulator:
         lexical_lags: tuple[int, ...] = (),
         memory_budget: int = 2 << 30,
         device: torch.device | str | None = None,
+        snapshot_seconds: float = SNAPSHOT_SECONDS,
     ) -> Accumulator:
         """A new store.
 
@@ -106,14 +169,15 @@ class Accumulator:
             inputs: ``both`` adds the keys-by-values blocks.
             stats_dtype: of the stored matrices.
             lexical_lags: of the lexical inputs, ascending; empty for none.
-            memory_budget: bytes for the token buffer and the blocks on their way to disk.
+            memory_budget: bytes for the token buffer, and for all blocks or for those on their way to disk.
+            snapshot_seconds: between two snapshots of blocks in memory.
             device: where buffer and products are; by default where the first batch's source activations are.
 
         Raises:
             StoreError: `path` exists, is being written by another process, or cannot be written.
         """
         layout = Layout(source, target, inputs, stats_dtype, lexical_lags)
-        return cls(StoreWriter.create(Path(path), layout, _as_json(recipe)), memory_budget, device)
+        return cls(StoreWriter.create(Path(path), layout, _as_json(recipe)), memory_budget, device, snapshot_seconds)
 
     @classmethod
     def resume(
@@ -125,6 +189,7 @@ class Accumulator:
         device: torch.device | str | None = None,
         source: ModelSpec | None = None,
         target: ModelSpec | None = None,
+        snapshot_seconds: float = SNAPSHOT_SECONDS,
     ) -> Accumulator:
         """Continue a store from its last commit; `cursor` says from where.
 
@@ -145,7 +210,7 @@ class Accumulator:
                     raise StoreError(
                         f"{path} was made with {field} = {old!r}, this run has {new!r}; use the same value or another --out"
                     )
-            return cls(writer, memory_budget, device)
+            return cls(writer, memory_budget, device, snapshot_seconds)
         except BaseException:
             writer.close()
             raise
@@ -155,7 +220,7 @@ class Accumulator:
         """Time so far in ``products``, in ``disk`` (reading, hashing and writing chunks, beside the products), in
         ``disk_processor`` (what of that a processor was busy), and the ``wait`` of the products for the disk."""
         return {
-            "products": self._updater.product_seconds,
+            "products": self._updater.product_seconds + (self._resident.product_seconds if self._resident else 0.0),
             "disk": self._writer.disk_seconds,
             "disk_processor": self._writer.disk_processor_seconds,
             "wait": self._updater.wait_seconds,
@@ -212,7 +277,20 @@ class Accumulator:
             self._commit(finished=True)
 
     def close(self) -> None:
-        """Let go of the store and the buffer; what was not committed is gone."""
+        """Let go of the store and the buffer; what was not committed is gone, but for what memory holds, see above."""
+        try:
+            if self._failed is None:
+                with torch.no_grad(), self._failing():
+                    self._wait()
+                    if self._flushed is not None:
+                        self._write(self._flushed, finished=False)
+        finally:
+            self._background.shutdown()
+            self._release()
+
+    def _release(self) -> None:
+        if self._resident is not None:
+            self._resident.free()
         self._buffer.free()
         self._updater.free()
         self._writer.close()
@@ -256,25 +334,51 @@ class Accumulator:
 
     def _flush(self) -> None:
         """Update every block of every split that has rows in the buffer."""
+        self._wait()
+        self._flushed = None
         for split in SPLITS:
-            if self._buffer.n_rows[split]:
+            if self._buffer.n_rows[split] and self._resident is not None:
+                self._resident.update(split, self._buffer.rows(split))
+                self._buffer.sums(split, self._sums[split])
+                self._buffer.clear(split)
+            elif self._buffer.n_rows[split]:
                 digests = self._updater.update(split, self._buffer.rows(split))
                 self._buffer.sums(split, self._sums[split])
                 self._writer.end(split, digests, {name: total.numpy() for name, total in self._sums[split].items()})
                 self._buffer.clear(split)
 
     def _commit(self, *, finished: bool) -> None:
+        """Make what was flushed live: at once, or in the background where the blocks are in memory and a snapshot is due."""
+        point = _Point(self._next_cursor, Tokens(self._tokens["fit"], self._tokens["holdout"]), self._batches)
+        if self._resident is None or finished:
+            self._write(point, finished=finished)
+            return
+        self._flushed = point
+        if time.monotonic() - self._written_at >= self._snapshot_seconds:
+            self._snapshot = self._background.submit(self._write, point, finished=False)
+
+    def _write(self, point: _Point, *, finished: bool) -> None:
         writer = self._writer
+        if self._resident is not None:
+            self._resident.write(self._sums)
         if self._buffer.shift and not writer.record.live.shift:
             writer.write_shifts(self._buffer.shifts())
         writer.commit(
-            cursor=self._next_cursor,
-            tokens=Tokens(self._tokens["fit"], self._tokens["holdout"]),
-            batches=self._batches,
+            cursor=point.cursor,
+            tokens=point.tokens,
+            batches=point.batches,
             buffer_tokens=self._buffer.capacity if self._buffer.shift else None,
             finished=finished,
         )
-        self.cursor, self.finished = writer.record.cursor, finished
+        self._flushed, self._written_at = None, time.monotonic()
+
+    def _wait(self) -> None:
+        """Let a snapshot end before anything that it reads changes."""
+        if self._snapshot is not None:
+            started = time.perf_counter()
+            snapshot, self._snapshot = self._snapshot, None
+            snapshot.result()
+            self._updater.wait_seconds += time.perf_counter() - started
 
     def _load(self) -> None:
         """Small arrays of the last commit into memory."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class _Slot:
 
     total: Tensor
     host: Tensor
-    copied: Any | None
+    copied: CopyDone | None
 
 
 class BlockUpdater:
@@ -90,13 +89,13 @@ class BlockUpdater:
     def _allocate(self, device: torch.device) -> None:
         if self._product is not None:
             return
-        largest = max(_numbers(array, numbers) for array, numbers in self._units)
+        largest = max(unit_numbers(array, numbers) for array, numbers in self._units)
         self._product = torch.empty(largest, dtype=torch.float32, device=device)
         cuda = device.type == "cuda"
         for _ in range(SLOTS):
             total = torch.empty(largest, dtype=torch.float64, device=device)
             host = total if device.type == "cpu" else torch.empty(largest, dtype=torch.float64, pin_memory=cuda)
-            self._slots.put(_Slot(total, host, torch.cuda.Event() if cuda else None))  # type: ignore[no-untyped-call]
+            self._slots.put(_Slot(total, host, CopyDone(device) if cuda else None))
 
     def _free_slot(self, waiting: deque[Future[None]]) -> _Slot:
         started = time.perf_counter()
@@ -109,28 +108,15 @@ class BlockUpdater:
     def _sum(self, slot: _Slot, array: BlockArray, numbers: range, rows: Mapping[Group, Tensor]) -> Tensor:
         """Sums of products of the pairs of some consecutive chunks, (pairs, rows, columns) float64 on the host."""
         started = time.perf_counter()
-        first, last, top, bottom = _extent(array, numbers)
-        shape, count = (last - first, bottom - top, array.columns), _numbers(array, numbers)
-        total = slot.total[:count].view(shape)
-        offset = 0 if array.role == "source" else self._writer.layout.widths[0]
-        pair = first
-        while pair < last:  # one product for all right-hand blocks of a left-hand one
-            left, right = array.pairs[pair]
-            n_pairs = min(last - pair, array.n_right - right)
-            begin = offset + right * array.columns
-            moments.sum_products(
-                total[pair - first : pair - first + n_pairs],
-                rows[array.groups[0]][:, left * array.rows + top : left * array.rows + bottom],
-                rows[array.groups[1]][:, begin : begin + n_pairs * array.columns],
-                scratch=self._product,
-            )
-            pair += n_pairs
+        assert self._product is not None
+        total = sum_unit(slot.total, self._product, self._writer.layout, array, numbers, rows)
+        host = slot.host[: total.numel()].view(total.shape)
         if slot.host is not slot.total:
-            slot.host[:count].copy_(slot.total[:count], non_blocking=True)
+            host.copy_(total, non_blocking=True)
         if slot.copied is not None:
             slot.copied.record()
         self.product_seconds += time.perf_counter() - started
-        return slot.host[:count].view(shape)
+        return host
 
     def _store(self, split: Part, array: BlockArray, numbers: range, slot: _Slot, total: Tensor, digests: list[str]) -> None:
         try:
@@ -145,9 +131,62 @@ class BlockUpdater:
             self._slots.put(slot)
 
 
+class CopyDone:
+    """Says when a copy from a graphics card has arrived on the host.
+
+    The event is made on the card that copies and recorded on that card's own stream: one of the current device, which may be
+    another, would be done before the copy is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """Mark the place behind the copies that were started so far."""
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self._event.synchronize()
+
+
+def sum_unit(
+    total: Tensor, product: Tensor, layout: Layout, array: BlockArray, numbers: range, rows: Mapping[Group, Tensor]
+) -> Tensor:
+    """Sums of products of the pairs of some consecutive chunks.
+
+    Args:
+        total, product: memory for the sums, float64, and for one product, float32, flat and at least as long.
+        layout: of the store.
+        array, numbers: whose chunks.
+        rows: as `TokenBuffer.rows` gives them, shifted.
+
+    Returns:
+        (pairs, rows, columns) float64, in `total`.
+    """
+    first, last, top, bottom = _extent(array, numbers)
+    total = total[: unit_numbers(array, numbers)].view(last - first, bottom - top, array.columns)
+    offset = 0 if array.role == "source" else layout.widths[0]
+    pair = first
+    while pair < last:  # one product for all right-hand blocks of a left-hand one
+        left, right = array.pairs[pair]
+        n_pairs = min(last - pair, array.n_right - right)
+        begin = offset + right * array.columns
+        moments.sum_products(
+            total[pair - first : pair - first + n_pairs],
+            rows[array.groups[0]][:, left * array.rows + top : left * array.rows + bottom],
+            rows[array.groups[1]][:, begin : begin + n_pairs * array.columns],
+            scratch=product,
+        )
+        pair += n_pairs
+    return total
+
+
 def working_bytes(layout: Layout) -> int:
     """Memory that updating the blocks of a store takes, whatever the number of tokens, and writing them."""
-    largest = max(_numbers(array, numbers) for array in layout.blocks for numbers in units(array))
+    largest = max(unit_numbers(array, numbers) for array in layout.blocks for numbers in units(array))
     # Sums in float64, one product in float32; a chunk as it is read and as it will be written.
     return largest * (8 * SLOTS + 4) + 2 * max(array.chunk_bytes for array in layout.blocks)
 
@@ -165,6 +204,7 @@ def _extent(array: BlockArray, numbers: range) -> tuple[int, int, int, int]:
     return chunks[0].first, chunks[-1].last, chunks[0].top, chunks[-1].bottom
 
 
-def _numbers(array: BlockArray, numbers: range) -> int:
+def unit_numbers(array: BlockArray, numbers: range) -> int:
+    """How many numbers the blocks of some consecutive chunks hold."""
     first, last, top, bottom = _extent(array, numbers)
     return (last - first) * (bottom - top) * array.columns

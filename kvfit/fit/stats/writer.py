@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,7 @@ class StoreWriter:
         self.disk_seconds = 0.0
         self.disk_processor_seconds = 0.0
         self.disk_bytes = 0
+        self._counting = threading.Lock()  # chunks are written by several threads
         self._lock: int | None = lock
         # Where each split's current numbers are: the live generation, or the other one once it was rewritten.
         self._current: dict[Part, Generation | None] = {split: record.live.of(split) for split in SPLITS}
@@ -122,10 +124,30 @@ class StoreWriter:
             stored = read_chunk(self.root, path, array, number, self._digests[path][number])
             inside[...] = stored[: inside.shape[0], : inside.shape[1]] + addition
         digest = self._write(array_path(split, self.pending(split), array), chunk.key, numbers)
-        self.disk_bytes += numbers.nbytes
-        self.disk_seconds += time.perf_counter() - started
-        self.disk_processor_seconds += time.thread_time() - busy
+        self._count(numbers.nbytes, time.perf_counter() - started, time.thread_time() - busy)
         return digest
+
+    def write_chunk(self, split: Part, array: BlockArray, number: int, numbers: Array) -> str:
+        """Write one whole chunk to the pending generation and give its digest; several threads may."""
+        started, busy = time.perf_counter(), time.thread_time()
+        data = np.ascontiguousarray(numbers, np.dtype(array.dtype).newbyteorder("<"))
+        digest = self._write(array_path(split, self.pending(split), array), array.chunks[number].key, data)
+        self._count(data.nbytes, time.perf_counter() - started, time.thread_time() - busy)
+        return digest
+
+    def read_block(self, split: Part, array: BlockArray, number: int) -> Array:
+        """One chunk of the last commit, checked."""
+        generation = self.record.live.of(split)
+        if generation is None:
+            raise StoreError(f"{self.root} has no tokens in its {split} split")
+        path = array_path(split, generation, array)
+        return read_chunk(self.root, path, array, number, self.record.digests[path][number])
+
+    def _count(self, n_bytes: int, seconds: float, busy: float) -> None:
+        with self._counting:
+            self.disk_bytes += n_bytes
+            self.disk_seconds += seconds
+            self.disk_processor_seconds += busy
 
     def end(self, split: Part, digests: dict[BlockArray, list[str]], sums: dict[str, Array]) -> None:
         """Take a rewritten split as current: its blocks' digests, and its small arrays by name."""

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +18,10 @@ import torch
 from random_pair import SOURCE, TARGET, TOKEN_BYTES, Batch, batches, budget, capture, model, scratch, worst_error
 
 from kvfit.errors import MismatchError, StoreError
-from kvfit.fit.stats import accumulate, layout
+from kvfit.fit.stats import accumulate, layout, moments
 from kvfit.fit.stats.record import read_record
 from kvfit.fit.stats.store import Accumulator, Store
-from kvfit.fit.stats.updater import working_bytes
+from kvfit.fit.stats.updater import CopyDone, working_bytes
 
 RECIPE = {"seed": 0}
 SIZES = [30] * 10
@@ -54,6 +55,20 @@ def content(path: Path) -> dict[str, object]:
     return {"record": json.loads((path / "commit.json").read_bytes())["record"], **chunks}
 
 
+def statistics(path: Path) -> dict[str, object]:
+    """The same without how often, and to which generation, it was written."""
+    store = Store.open(path)
+    store.verify()
+    record = store.record
+    plain = {name: getattr(record, name) for name in ("tokens", "batches", "cursor", "recipe", "buffer_tokens", "lexical_lags")}
+    chunks = {
+        (array.name, name.split("/")[0], number): (path / name / chunk.key).read_bytes()
+        for name, array in record.live_arrays().items()
+        for number, chunk in enumerate(array.chunks)
+    }
+    return {**plain, **chunks}
+
+
 # -- kills ------------------------------------------------------------------------------------------------------------
 
 
@@ -73,6 +88,177 @@ def test_killed_processes_leave_no_trace(tmp_path: Path) -> None:
         assert content(store) == whole
 
 
+# -- blocks in memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Settings that keep all blocks in memory beside the same small buffer."""
+    monkeypatch.setattr(accumulate, "RESIDENT_BUFFER", 64)
+    return {"memory_budget": 1 << 30}
+
+
+@pytest.mark.parametrize("snapshot_seconds", [0.0, 0.02, 600.0])
+@pytest.mark.parametrize("stats_dtype", ["float32", "float64"])
+def test_blocks_in_memory_give_the_bits_of_blocks_on_disk(
+    tmp_path: Path, roomy: dict[str, int], snapshot_seconds: float, stats_dtype: str
+) -> None:
+    given = batches(SIZES, mean=30.0)
+    capture(tmp_path / "disk.zarr", given, stats_dtype=stats_dtype)
+    with create(tmp_path / "s.zarr", snapshot_seconds=snapshot_seconds, stats_dtype=stats_dtype, **roomy) as accumulator:
+        assert (accumulator.in_memory, accumulator.buffer_tokens) == (True, 64)
+        go_on(accumulator, given)
+        accumulator.finish(len(given))
+        commits = accumulator.commits
+    assert statistics(tmp_path / "s.zarr") == statistics(tmp_path / "disk.zarr")
+    flushes = read_record(tmp_path / "disk.zarr").commit
+    assert commits == (1 if snapshot_seconds == 600 else flushes if snapshot_seconds == 0 else commits) <= flushes
+
+
+def test_memory_and_disk_take_turns(tmp_path: Path, roomy: dict[str, int]) -> None:
+    """Left and resumed after every few batches, each time the other way; what the buffer held is given again."""
+    given = batches(SIZES, mean=30.0)
+    capture(tmp_path / "whole.zarr", given)
+    path, turns = tmp_path / "s.zarr", 0
+    create(path, **roomy).close()
+    while (cursor := read_record(path).cursor or 0) < len(given) - 4:
+        with resume(path, **(roomy if turns % 2 else {})) as accumulator:
+            assert accumulator.in_memory is bool(turns % 2)
+            go_on(accumulator, given[: cursor + 4])
+        assert (read_record(path).cursor or 0) > cursor  # leaving commits where the buffer was emptied last
+        turns += 1
+    with resume(path, **roomy) as accumulator:
+        go_on(accumulator, given)
+        accumulator.finish(len(given))
+    assert turns >= 3
+    assert statistics(path) == statistics(tmp_path / "whole.zarr")
+
+
+def test_an_error_amid_the_products_commits_nothing(
+    tmp_path: Path, roomy: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that were half brought up to date never reach the disk."""
+    given = batches(SIZES)
+    capture(tmp_path / "whole.zarr", given)
+    path = tmp_path / "s.zarr"
+    with create(path, **roomy) as accumulator:
+        go_on(accumulator, given[:5])
+    before, calls = read_record(path), 0
+    plain = moments.sum_products
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+        plain(*arguments, **options)
+
+    def run() -> None:
+        with resume(path, **roomy) as accumulator:
+            go_on(accumulator, given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(moments, "sum_products", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert read_record(path) == before
+    with resume(path, **roomy) as accumulator:
+        go_on(accumulator, given)
+        accumulator.finish(len(given))
+    assert statistics(path) == statistics(tmp_path / "whole.zarr")
+
+
+def test_a_full_disk_under_a_snapshot_stops_the_run(
+    tmp_path: Path, roomy: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = batches(SIZES)
+    capture(tmp_path / "whole.zarr", given)
+    path = tmp_path / "s.zarr"
+
+    def run() -> None:
+        with resume(path, snapshot_seconds=0, **roomy) as accumulator:
+            go_on(accumulator, given)
+
+    create(path, **roomy).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Disk(full_at=60))
+        with pytest.raises(StoreError, match="No space left on device; the last commit is intact"):
+            run()
+    assert 0 < read_record(path).cursor < len(given)
+    with resume(path, **roomy) as accumulator:
+        go_on(accumulator, given)
+        accumulator.finish(len(given))
+    assert statistics(path) == statistics(tmp_path / "whole.zarr")
+
+
+def test_batches_are_taken_while_a_snapshot_is_written(
+    tmp_path: Path, roomy: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = batches([30] * 6)
+    held, entered = threading.Event(), threading.Event()
+    plain = os.fsync
+
+    def slow(handle: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            entered.set()
+            assert held.wait(30)
+        plain(handle)
+
+    with create(tmp_path / "s.zarr", snapshot_seconds=0, **roomy) as accumulator:
+        go_on(accumulator, given[:2])
+        monkeypatch.setattr(os, "fsync", slow)
+        for number in (2, 3):  # the first of them empties the buffer and begins a snapshot, which is held
+            accumulator.add(*given[number], number + 1)
+        assert entered.wait(30)
+        assert accumulator.cursor is None
+        held.set()
+        accumulator.add(*given[4], 5)  # needs the buffer, so it waits for the snapshot to end
+        assert accumulator.cursor == 2
+        accumulator.finish(6)
+
+
+class Card:
+    """What torch.cuda is told, by a machine that has no card: the device of every event and stream."""
+
+    def __init__(self) -> None:
+        self.current, self.recorded = 0, []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        card = self
+
+        class Within:
+            def __init__(self, device: torch.device) -> None:
+                self.device, self.before = torch.device(device).index, card.current
+
+            def __enter__(self) -> None:
+                self.before, card.current = card.current, self.device
+
+            def __exit__(self, *_error: object) -> None:
+                card.current = self.before
+
+        class Event:
+            def __init__(self) -> None:
+                self.made_on = card.current
+
+            def record(self, stream: int | None = None) -> None:
+                card.recorded.append((self.made_on, card.current if stream is None else stream))
+
+        monkeypatch.setattr(torch.cuda, "device", Within)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: card.current if device is None else device.index)
+
+
+def test_a_copy_is_done_when_its_own_device_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the second card, while the first is current: an event of the first would be done before the copy."""
+    card = Card()
+    card.install(monkeypatch)
+    done = CopyDone(torch.device("cuda:1"))
+    done.record()
+    assert card.recorded == [(1, 1)]
+    torch.cuda.Event().record()  # negative control: this is what recording without a device does
+    assert card.recorded[-1] == (0, 0)
+
+
 def test_resuming_does_not_hang_on_the_budget(tmp_path: Path) -> None:
     """The buffer of the first run is used again, so that another budget gives the same bits."""
     given = batches(SIZES)
@@ -84,7 +270,7 @@ def test_resuming_does_not_hang_on_the_budget(tmp_path: Path) -> None:
         assert accumulator.buffer_tokens == 64
         go_on(accumulator, given)
         accumulator.finish(len(given))
-    assert content(tmp_path / "s.zarr") == content(tmp_path / "whole.zarr")
+    assert statistics(tmp_path / "s.zarr") == statistics(tmp_path / "whole.zarr")
 
 
 def test_a_smaller_budget_is_obeyed_on_resume(tmp_path: Path) -> None:
@@ -445,7 +631,12 @@ def test_the_buffer_is_sized_by_the_budget(tmp_path: Path) -> None:
     with create(tmp_path / "least.zarr", memory_budget=1) as accumulator:
         assert accumulator.buffer_tokens == 1
     with create(tmp_path / "most.zarr", memory_budget=1 << 40) as accumulator:
-        assert accumulator.buffer_tokens == accumulate.LARGEST_BUFFER
+        assert accumulator.buffer_tokens == accumulate.RESIDENT_BUFFER
+        assert accumulator.in_memory
+    with create(tmp_path / "disk.zarr", memory_budget=1 << 40, **pair) as accumulator:
+        assert accumulator.in_memory
+    assert not accumulate.fits_in_memory(layout.Layout(*pair.values(), "same", "float32"), 2 << 30)
+    assert 0 < accumulate.free_share() < 1 << 50
 
 
 def test_the_least_budget_is_what_one_token_and_the_blocks_take() -> None:
