@@ -40,6 +40,19 @@ def size(_context: click.Context, _option: click.Parameter, value: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
+def size_or_auto(context: click.Context, option: click.Parameter, value: str) -> int | str:
+    """A size, or ``auto``."""
+    return value if value == "auto" else size(context, option, value)
+
+
+def seconds(_context: click.Context, _option: click.Parameter, value: str) -> float:
+    """Seconds, written as ``30s``, ``10min``, ``1h`` or a plain number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|)\s*", value)
+    if match is None:
+        raise click.BadParameter(f"found {value!r}, needed a time such as 30s, 10min or 1h")
+    return float(match[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[match[2]]
+
+
 def lags(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...] | str:
     """Lags of lexical inputs with commas between them, ``none`` or ``auto``."""
     if value in ("none", "auto"):

@@ -23,7 +23,8 @@ from kvfit.cli.arguments import (
     numbers,
     path,
     ref,
-    size,
+    seconds,
+    size_or_auto,
     solve_options,
     text_options,
     top_k,
@@ -94,8 +95,11 @@ def demo(out: str, as_json: bool) -> None:
 )  # fmt: skip
 @click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
 @click.option(
-    "--memory-budget", callback=size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
-)
+    "--memory-budget", callback=size_or_auto, metavar="SIZE|auto", default="auto",
+    help="Memory for statistics, beyond the models; auto: half of what is free. What fits stays in memory.",
+)  # fmt: skip
+@click.option("--snapshot-every", callback=seconds, metavar="TIME", default="10min", help="Between writes of such statistics.")
+@click.option("--stats-device", help="Device that sums the statistics; default: the source's.")
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
 @click.option("--source-revision", help="Commit, tag or branch of the source.")
 @click.option("--target-revision", help="Commit, tag or branch of the target.")
@@ -109,7 +113,8 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 
     text, loading = _texts(values), _loading(values)
     revisions = (values.pop("source_revision"), values.pop("target_revision"))
-    rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume")}
+    rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume", "stats_device")}
+    rest["snapshot_seconds"] = values.pop("snapshot_every")
     done = verb.capture(
         source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest
     )
@@ -134,7 +139,7 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 @click.option("--lexical", callback=lags, metavar="LAGS", default="auto", help="Lags of lexical inputs, as for capture.")
 @click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
 @click.option(
-    "--memory-budget", callback=size, metavar="SIZE", default="2GiB", help="Memory for statistics, beyond the models."
+    "--memory-budget", callback=size_or_auto, metavar="SIZE|auto", default="auto", help="For statistics, as for capture."
 )
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
 @click.option(
@@ -157,7 +162,10 @@ def plan(source: str, target: str, as_json: bool, device: str | None, hardware: 
     from kvfit.fit import plan as verb
     from kvfit.fit.capture.capture import Options as CaptureOptions
     from kvfit.fit.solve.options import Options as SolveOptions
+    from kvfit.fit.stats.accumulate import free_share
 
+    if values["memory_budget"] == "auto":
+        values["memory_budget"] = free_share()
     rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "gpus", "trust_remote_code")}
     solving = SolveOptions(top_k=values.pop("top_k"), support=values.pop("support"))
     options = verb.Options(capture=CaptureOptions(**values), solve=solving, **rest)

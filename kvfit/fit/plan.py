@@ -20,7 +20,7 @@ from kvfit.fit.payoff import MapOption, map_options, table
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
 from kvfit.fit.solve.system import InputSet, input_set
-from kvfit.fit.stats.accumulate import buffer_tokens, check_budget
+from kvfit.fit.stats.accumulate import buffer_tokens, check_budget, fits_in_memory
 from kvfit.fit.stats.layout import Layout
 from kvfit.spec import ModelSpec, RopeSpec
 
@@ -191,7 +191,9 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     split_bytes, shifts = layout.split_bytes, sum(array.chunk_bytes for array in layout.shifts)
     # The buffer is emptied when the next batch does not fit.
     capacity, batch = buffer_tokens(layout, options.memory_budget), options.batch_size * kept
-    commits = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
+    # In memory all is written once, at the end; a snapshot every ten minutes is written beside the forward passes.
+    flushes = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
+    commits = 1 if fits_in_memory(layout, options.memory_budget) else flushes
     prefill = Prefill(b.decoder_parameters or b.parameters, 2)
     item = 4 if solve.dtype == "float32" else 2  # what is worth planning for is a 16-bit model
     per_token = sum(2.0 * array.n_pairs * array.rows * array.columns for array in layout.blocks)

@@ -66,7 +66,9 @@ def die_at(call: int) -> None:
         watched(name)
 
 
-def fork(path: Path, given: list, *, in_memory: bool = False, call: int = 0, seconds: float | None = None) -> tuple[bool, float]:
+def fork(
+    path: Path, given: list, *, in_memory: bool = False, call: int = 0, seconds: float | None = None
+) -> tuple[bool, float]:
     """Run in a child; whether it was killed, and how long it took."""
     reader, writer = os.pipe()
     started, child = time.perf_counter(), os.fork()

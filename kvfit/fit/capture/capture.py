@@ -28,13 +28,13 @@ from kvfit.fit.capture.recipe import make_recipe
 from kvfit.fit.capture.selfcheck import self_check
 from kvfit.fit.capture.sequences import sequences
 from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
-from kvfit.fit.progress import Progress
-from kvfit.fit.stats.accumulate import Accumulator, check_budget
+from kvfit.fit.progress import Progress, duration
+from kvfit.fit.stats.accumulate import SNAPSHOT_SECONDS, Accumulator, check_budget, free_share
 from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.record import PART_FIELD, first_difference, read_record
 from kvfit.fit.stats.store import Store
-from kvfit.model.decoder import decoder_parameters
+from kvfit.model.decoder import decoder_parameters, input_device
 from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import describe_model
 
@@ -79,7 +79,9 @@ def capture(
     loading: tuple[models.Options, models.Options] | None = None,
     revisions: tuple[str | None, str | None] = (None, None),
     batch_size: int = 8,
-    memory_budget: int = 2 << 30,
+    memory_budget: int | Literal["auto"] = "auto",
+    snapshot_seconds: float = SNAPSHOT_SECONDS,
+    stats_device: str | None = None,
     resume: bool = False,
     progress: bool = True,
 ) -> Captured:
@@ -97,7 +99,10 @@ def capture(
         loading: how source and target are loaded.
         revisions: of source and target.
         batch_size: sequences per forward pass; does not change the statistics beyond rounding.
-        memory_budget: bytes for the token buffer and blocks, beyond the models.
+        memory_budget: bytes for the token buffer and the statistics, beyond the models; ``auto`` for half of what is free where
+            the statistics are, once the models are loaded. Statistics that fit stay in memory between snapshots.
+        snapshot_seconds: between two snapshots of statistics in memory.
+        stats_device: where the statistics are summed; None for the source's device.
         resume: go on with a store that was interrupted; begin where there is none.
         progress: show bars.
 
@@ -136,14 +141,20 @@ def capture(
         self_check(loaded.model, spec, first)
     lags = lexical_lags(options.lexical, pair[1].model)
     options = replace(options, lexical=lags)
-    check_budget(Layout(specs[0], specs[1], options.inputs, options.stats_dtype, lags), memory_budget)
+    device = models.find_device(stats_device) if stats_device else input_device(pair[0].model)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # once per process: libraries below take streams and memory of the current one
+    budget = free_share(device) // ranks.size if memory_budget == "auto" else memory_budget
+    layout = Layout(specs[0], specs[1], options.inputs, options.stats_dtype, lags)
+    check_budget(layout, budget)
     counts = [decoder_parameters(loaded.model) for loaded in pair]
     recipe = make_recipe(specs, counts, texts, asdict(options), loading, batch_size, ranks)
     if ranks.size > 1 and out.exists():
         return _merged_before(out, recipe, options, ranks)
     runners = [Activations(pair[0].model, specs[0], options.kept), Activations(pair[1].model, specs[1], options.kept, lags)]
+    place: dict[str, Any] = {"memory_budget": budget, "snapshot_seconds": snapshot_seconds, "device": device}
     if resume and part.exists():
-        accumulator = Accumulator.resume(part, recipe=recipe, memory_budget=memory_budget, device=runners[0].device)
+        accumulator = Accumulator.resume(part, recipe=recipe, **place)
     else:
         accumulator = Accumulator.create(
             part,
@@ -153,13 +164,14 @@ def capture(
             inputs=options.inputs,
             stats_dtype=options.stats_dtype,
             lexical_lags=lags,
-            memory_budget=memory_budget,
-            device=runners[0].device,
+            **place,
         )
     passes = Passes((runners[0], runners[1]), texts, tokenizers[0], options, batch_size, ranks)
     with Progress(
         "capture", options.num_sequences, "sequences", initial=State.of(accumulator, len(texts)).sequences,
-        plan=f"{source} and {target} over sequences of {options.seq_len} tokens into {part}", show=progress,
+        plan=f"{source} and {target} over sequences of {options.seq_len} tokens into {part}, statistics "
+        + (f"in memory, a snapshot every {duration(snapshot_seconds)}" if accumulator.in_memory else "on disk, block by block"),
+        show=progress,
     ) as shown:  # fmt: skip
         try:
             with accumulator:

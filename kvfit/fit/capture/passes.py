@@ -125,7 +125,7 @@ class Passes:
             state = following
             progress.advance(len(batch))
         if state.sequences < options.num_sequences:
-            self._refuse(state, resumable=accumulator.cursor is not None)
+            self._refuse(state, resumable=accumulator.resumable)
         return state
 
     def _add(self, accumulator: Accumulator, batch: list[Sequence], state: State, following: State) -> None:

@@ -141,6 +141,11 @@ class Accumulator:
         return self._writer.record.finished
 
     @property
+    def resumable(self) -> bool:
+        """Whether leaving now leaves something to go on from."""
+        return self.cursor is not None or self._flushed is not None
+
+    @property
     def in_memory(self) -> bool:
         """Whether all blocks are in memory between snapshots."""
         return self._resident is not None
