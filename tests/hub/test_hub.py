@@ -194,7 +194,7 @@ def test_a_name_that_could_be_a_folder_is_told_at_once(monkeypatch, tmp_path):
     started = time.monotonic()
     with pytest.raises(RefError, match=r"runs/mapper: found no such folder; and on the Hub: .*the Hub cannot be reached"):
         resolve("runs/mapper")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
 
 
 def test_names():
