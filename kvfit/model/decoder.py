@@ -34,15 +34,15 @@ def setting(config: Any, name: str) -> Any:
 
 
 def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
-    """Per decoder layer, key/value heads and features of each: where what the configuration says is what its projection makes.
+    """Per decoder layer, the number of key/value heads and their size, as the configuration says and the projection confirms.
 
-    Layers whose keys come from elsewhere (a fused or a latent projection) are left out, and so are those of another size.
+    Left out are layers whose keys come from a fused or a latent projection, and layers of another size.
     """
-    values = text_config(model).to_dict()  # an attribute that differs between layers raises, and not as one that is missing
+    values = text_config(model).to_dict()  # asking for an attribute that differs between layers raises errors of its own
     heads, head_dim = values.get("num_key_value_heads"), values.get("head_dim")
     if not isinstance(heads, int):
         return {}
-    if not isinstance(head_dim, int):  # what families do that leave it out; a few call the two otherwise
+    if not isinstance(head_dim, int):  # families that leave it out compute it so
         width, n_query = values.get("hidden_size"), values.get("num_attention_heads")
         if not isinstance(width, int) or not isinstance(n_query, int):
             return {}
