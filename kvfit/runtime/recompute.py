@@ -33,10 +33,10 @@ from kvfit.runtime.watch import Watch
 N_HEADS = 16
 WINDOW_TOKENS = 16
 QUESTION_TOKENS = 8
-DRAFT_TOKENS = 12
+DRAFT_TOKENS = 6
 # Of a query's attention that is not the question's last token: enough to add what only a second step asks for, too little to
 # displace what the last token finds.
-OTHERS_WEIGHT = 0.25
+OTHERS_WEIGHT = 0.35
 # Tokens of the source's cache that are compared with the ids, at most.
 CHECKED_TOKENS = 1024
 

@@ -11,7 +11,7 @@ from made_mappers import cache_of, content, mapper_spec, prefilled, random_mappe
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
-from kvfit.runtime.recompute import DRAFT_TOKENS, OTHERS_WEIGHT, QUESTION_TOKENS, choose_tokens, guided_tokens
+from kvfit.runtime.recompute import DRAFT_TOKENS, OTHERS_WEIGHT, QUESTION_TOKENS, auto_count, choose_tokens, guided_tokens
 from kvfit.runtime.rewrite import rewrite
 
 FAMILIES = {family.name: family for family in zoo.FAMILIES}
@@ -312,6 +312,25 @@ def test_budget():
     assert [count(fraction) for fraction in (0, 0.01, 0.1, 0.2, 0.5, 1)] == [0, 1, 3, 6, 15, 30]
     with pytest.raises(MismatchError, match=r"recompute: found 1\.1"):
         count(1.1)
+
+
+def test_a_budget_of_its_own():
+    """As many windows as hold most of the attention, in the row that needs most, within bounds."""
+    eligible = torch.ones(2, 1600, dtype=torch.bool)
+    worth = torch.zeros(2, 1600)
+    for windows, count in ((1, 32), (3, 48), (10, 160), (40, 320)):
+        worth[1, : 16 * windows] = 1.0  # one window is less than the least, forty are more than the most
+        worth[0, :8] = 1.0
+        expected = count if windows != 10 else 144  # nine of ten hold 90 %
+        assert auto_count(worth, eligible) == expected
+    model = build("qwen3")
+    ids = tokens(1, 101)
+    source = prefilled(model, ids)
+    mapper = random_mapper(mapper_spec(spec_of(model), spec_of(model), [[0], [1], [2]], inputs="same"))
+    moved = handoff(mapper, model, ids, source, recompute="auto", guide=model)
+    assert 2 <= moved.recomputed.shape[1] <= 20
+    with pytest.raises(MismatchError, match="recompute: found 'all', needed a fraction"):
+        handoff(mapper, model, ids, source, recompute="all", guide=model)
 
 
 def test_nothing_is_left_behind_in_the_guide():
