@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from kvfit import __version__
 from kvfit.bundle.files import sync_folder
@@ -48,7 +49,7 @@ class StoreWriter:
         disk_bytes: bytes of chunks written.
     """
 
-    def __init__(self, root: Path, record: Record, lock: int) -> None:
+    def __init__(self, root: Path, record: Record, lock: FileLock) -> None:
         self.root = root
         self.record = record
         self.layout = record.layout
@@ -56,7 +57,7 @@ class StoreWriter:
         self.disk_processor_seconds = 0.0
         self.disk_bytes = 0
         self._counting = threading.Lock()  # chunks are written by several threads
-        self._lock: int | None = lock
+        self._lock: FileLock | None = lock
         # Where each split's current numbers are: the live generation, or the other one once it was rewritten.
         self._current: dict[Part, Generation | None] = {split: record.live.of(split) for split in SPLITS}
         self._unsynced: set[str] = set()  # folders of arrays with a file whose name may not be on the disk yet
@@ -77,7 +78,7 @@ class StoreWriter:
         return writer
 
     @classmethod
-    def start_at(cls, root: Path, layout: Layout, recipe: dict[str, Any], lock: int) -> StoreWriter:
+    def start_at(cls, root: Path, layout: Layout, recipe: dict[str, Any], lock: FileLock) -> StoreWriter:
         """An empty, committed store in a folder that `building` gave and `publish` will rename."""
         create_arrays(root, layout)
         record = empty_record(layout, recipe)
@@ -99,7 +100,7 @@ class StoreWriter:
                 name.unlink()
             writer.drop_dead()
         except BaseException:
-            os.close(lock)
+            lock.release()
             raise
         return writer
 
@@ -208,7 +209,7 @@ class StoreWriter:
     def close(self) -> None:
         """Let go of the lock. What was not committed is gone."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
 
@@ -223,7 +224,7 @@ def empty_record(layout: Layout, recipe: dict[str, Any]) -> Record:
 
 
 @contextlib.contextmanager
-def building(path: Path) -> Iterator[tuple[Path, int]]:
+def building(path: Path) -> Iterator[tuple[Path, FileLock]]:
     """A locked, empty folder beside `path` to build a store in; on an error the folder is deleted and the lock let go.
 
     Raises:
@@ -245,7 +246,7 @@ def building(path: Path) -> Iterator[tuple[Path, int]]:
         yield root, lock
     except BaseException as error:
         shutil.rmtree(root, ignore_errors=True)
-        os.close(lock)
+        lock.release()
         if isinstance(error, OSError):
             raise StoreError(f"{path} cannot be written: {error}; free space or choose another --out") from error
         raise
@@ -263,32 +264,25 @@ def publish(root: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
-def take_lock(root: Path, path: Path) -> int:
-    """The exclusive lock of a store, as an open file handle; closing it, or dying, lets go.
+def take_lock(root: Path, path: Path) -> FileLock:
+    """The exclusive lock of a store; releasing it, or dying, lets go.
 
     Args:
         root: the folder to lock, which may be where the store is being built.
         path: the store, as its user knows it.
 
     Raises:
-        StoreError: another process has it, or this system has no file locks.
+        StoreError: another process has it, or it cannot be locked.
     """
+    # One lock for all threads of the process, so that whichever closes the store lets go.
+    lock = FileLock(root / LOCK_NAME, mode=0o644, thread_local=False)
     try:
-        import fcntl
-    except ImportError:  # pragma: no cover
-        raise StoreError("writing a store needs POSIX file locks; capture on Linux or macOS") from None
-    try:
-        handle = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be locked: {error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        if isinstance(error, BlockingIOError):
-            raise StoreError(f"{path} is being written by another process; wait for it or choose another --out") from None
-        raise StoreError(f"{path} cannot be locked: {error}; use a file system with flock") from error
-    return handle
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise StoreError(f"{path} is being written by another process; wait for it or choose another --out") from None
+    except (OSError, NotImplementedError) as error:
+        raise StoreError(f"{path} cannot be locked: {error}; use a file system with locks") from error
+    return lock
 
 
 def sync_tree(root: Path) -> None:

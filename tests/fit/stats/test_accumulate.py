@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -463,9 +464,7 @@ def test_two_processes_do_not_create_one_store(tmp_path: Path) -> None:
         create(tmp_path / "s.zarr")
 
 
-def layout_lock(root: Path) -> os.PathLike:  # type: ignore[type-arg]
-    import contextlib
-
+def layout_lock(root: Path) -> contextlib.AbstractContextManager[None]:
     from kvfit.fit.stats.writer import take_lock
 
     @contextlib.contextmanager
@@ -473,7 +472,7 @@ def layout_lock(root: Path) -> os.PathLike:  # type: ignore[type-arg]
         root.mkdir()
         handle = take_lock(root, root)
         yield
-        os.close(handle)
+        handle.release()
 
     return held()
 
