@@ -15,12 +15,17 @@ Source: Izenman (1975), reduced-rank regression; the ridge form follows Mukherje
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from kvfit.fit.solve.ridge import DEAD, Factor, normal_right
 from kvfit.fit.solve.score import Score
 from kvfit.fit.solve.system import System
+
+# Of the power iteration: directions beyond those wanted, and passes over the cross scatter.
+OVERSAMPLED, POWER_STEPS = 64, 5
 
 
 def whitened(factor: Factor, system: System) -> Tensor:
@@ -39,9 +44,42 @@ def directions(gram: Tensor) -> tuple[Tensor, Tensor]:
         gram: ``Z Z'`` (F, F), summed over all outputs.
     """
     values, vectors = torch.linalg.eigh(gram)
-    # The sign of an eigenvector is the routine's choice; a fixed one makes equal statistics give equal bytes.
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    return (vectors * largest.sign()).flip(1), values.flip(0).clamp(min=0.0)
+    return _signed(vectors.flip(1)), values.flip(0).clamp(min=0.0)
+
+
+def leading_directions(
+    read: Callable[[], Iterator[Tensor]], n_inputs: int, rank: int, device: torch.device
+) -> tuple[Tensor, Tensor, float]:
+    """The first columns of U (F, r), the variance that each carries (r,), and that of all F, without an F x F matrix.
+
+    Block power iteration on ``Z Z'`` from fixed random numbers: each step reads all of Z once.
+
+    Args:
+        read: gives Z in batches of columns, (F, any).
+        n_inputs: F.
+        rank: r.
+        device: where.
+
+    Source: Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4.
+    """
+    size = min(n_inputs, rank + OVERSAMPLED)
+    start = torch.randn(n_inputs, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(device)
+    found, total = torch.linalg.qr(start).Q, 0.0
+    for step in range(POWER_STEPS):
+        product, total = torch.zeros_like(found), 0.0
+        for z in read():
+            product.addmm_(z, z.T @ found)
+            total += float(z.square().sum())
+        if step < POWER_STEPS - 1:
+            found = torch.linalg.qr(product).Q
+    small = found.T @ product
+    values, turn = torch.linalg.eigh((small + small.T) / 2)
+    return _signed(found @ turn.flip(1)[:, :rank]), values.flip(0)[:rank].clamp(min=0.0), total
+
+
+def _signed(vectors: Tensor) -> Tensor:
+    """Columns with their largest entry positive: the routine's choice of sign would make equal statistics give other bytes."""
+    return vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
 
 
 def basis_of(factor: Factor, leading: Tensor) -> Tensor:

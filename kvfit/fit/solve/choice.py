@@ -109,14 +109,16 @@ def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choic
     inputs = shared_inputs(fitter, probes)
     outputs = len(fitter.targets) * store.target.width
     most = min(inputs.n_inputs, outputs)
-    found = find_directions(fitter.reader, inputs, fitter.targets, shared_penalty(fitter, inputs), options.penalty_scale)
+    limit = options.rank if isinstance(options.rank, int) else _affordable_rank(inputs, outputs, budget)
+    penalty = shared_penalty(fitter, inputs)
+    found = find_directions(fitter.reader, inputs, fitter.targets, penalty, options.penalty_scale, rank=limit)
+    most = min(most, found.vectors.shape[1])
     dtype: torch.dtype = getattr(torch, options.dtype)
     too_dear = False
     if isinstance(options.rank, int):
         rank = min(options.rank, most)
         curve = rank_curve(fitter, found.basis(rank))
     else:
-        limit = _affordable_rank(inputs, outputs, budget)
         if limit is not None and (limit < 1 or found.kept(limit) < KEPT_ENOUGH):
             limit, too_dear = None, True
         curve = rank_curve(fitter, found.basis(most if limit is None else min(limit, most)))

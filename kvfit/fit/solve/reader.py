@@ -20,6 +20,8 @@ ITEM = 8  # bytes of a float64
 SQUARES = {"float64": 3.0, "mixed": 3.5}
 # A shared basis also holds the sum over outputs that its directions come from, its eigenvectors, and the routine's own copy.
 BASIS_SQUARES = 6.0
+# Beyond this many inputs only the leading directions are looked for, which takes no further F x F matrix.
+EXACT_INPUTS = 16_384
 # Matrices of F x G in memory while one batch of outputs is solved: cross scatter, weight, the scatter times the weight, and the
 # batch before with its gain folded in. A float32 factor refines with three more.
 WORK = {"float64": 5, "mixed": 8}
@@ -126,7 +128,9 @@ class Reader:
 
 def least_bytes(inputs: InputSet, precision: Precision, *, basis: bool = False) -> int:
     """The memory that solving one output block on an input set needs: scatters, factor, work, and the blocks being read."""
-    squares = BASIS_SQUARES if basis else SQUARES[precision]
+    squares = SQUARES[precision]
+    if basis:
+        squares = BASIS_SQUARES if inputs.n_inputs <= EXACT_INPUTS else SQUARES["float64"] + 1
     squares *= len(inputs.panels) * inputs.n_inputs**2 * ITEM
     widest = max(inputs.source.width, inputs.target.width, *(inputs.width(block) for block in inputs.blocks))
     blocks = 6 * widest * inputs.source.width * ITEM

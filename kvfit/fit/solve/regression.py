@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvfit.fit.solve import ridge
-from kvfit.fit.solve.basis import basis_of, coefficients, directions, projected, whitened
-from kvfit.fit.solve.reader import Reader
+from kvfit.fit.solve.basis import basis_of, coefficients, directions, leading_directions, projected, whitened
+from kvfit.fit.solve.reader import EXACT_INPUTS, Reader
 from kvfit.fit.solve.ridge import Factor, PenaltyScale, Precision
 from kvfit.fit.solve.score import Score, by_target, joined, score
 from kvfit.fit.solve.system import InputSet, System
@@ -135,8 +135,9 @@ class Directions:
 
     Attributes:
         inputs: what is projected.
-        vectors: U of full rank, (F, F) float64.
-        variance: what each carries of the outputs, each output in units of its own variance, (F,).
+        vectors: U, (F, F) float64; for very many inputs only the leading columns.
+        variance: what each carries of the outputs, each output in units of its own variance.
+        total: what all F directions carry.
         factor: of the penalised covariance.
         penalty: of that.
     """
@@ -144,6 +145,7 @@ class Directions:
     inputs: InputSet
     vectors: Tensor
     variance: Tensor
+    total: float
     factor: Factor
     penalty: float
 
@@ -154,7 +156,7 @@ class Directions:
 
     def kept(self, rank: int) -> float:
         """The share of the variance of all directions that the first ones carry, on the fit split."""
-        return float(self.variance[:rank].sum() / self.variance.sum())
+        return float(self.variance[:rank].sum() / self.total)
 
 
 @dataclass(frozen=True)
@@ -175,23 +177,46 @@ class Basis:
 
 
 def find_directions(
-    reader: Reader, inputs: InputSet, targets: Sequence[Block], penalty: float, scale: PenaltyScale = "mean-variance"
+    reader: Reader,
+    inputs: InputSet,
+    targets: Sequence[Block],
+    penalty: float,
+    scale: PenaltyScale = "mean-variance",
+    *,
+    rank: int | None = None,
 ) -> Directions:
     """The directions that a shared basis for all `targets` is made of, see `basis`.
+
+    Args:
+        reader: reads the statistics.
+        inputs: what is projected.
+        targets: what all maps together predict.
+        penalty: of the covariance.
+        scale: of the penalty.
+        rank: how many directions are wanted, for very many inputs, where only these are found; at most a quarter of F.
 
     Raises:
         SolveError, StoreError: as `solutions`.
     """
-    factor, gram = None, torch.zeros(inputs.n_inputs, inputs.n_inputs, dtype=torch.float64, device=reader.device)
-    for batch in reader.batches(inputs, targets, basis=True):
-        (system,) = reader.systems(inputs, batch, "fit")
-        # Refined solutions of a float32 factor are exact, its directions are not: this one is always float64.
-        factor = factor or factor_of(inputs, system, penalty, scale)
-        z = whitened(factor, system)
-        gram.addmm_(z, z.T)
-    assert factor is not None, "there is at least one target block"
-    vectors, variance = directions(gram)
-    return Directions(inputs, vectors, variance, factor, penalty)
+    batches = reader.batches(inputs, targets, basis=True)
+    (system,) = reader.systems(inputs, batches[0], "fit")
+    # Refined solutions of a float32 factor are exact, its directions are not: this one is always float64.
+    factor = factor_of(inputs, system, penalty, scale)
+    del system
+
+    def read() -> Iterator[Tensor]:
+        return (whitened(factor, *reader.systems(inputs, batch, "fit")) for batch in batches)
+
+    f = inputs.n_inputs
+    if f <= EXACT_INPUTS:
+        gram = torch.zeros(f, f, dtype=torch.float64, device=reader.device)
+        for z in read():
+            gram.addmm_(z, z.T)
+        vectors, variance = directions(gram)
+        return Directions(inputs, vectors, variance, float(variance.sum()), factor, penalty)
+    wanted = max(1, min(rank or f, f // 4))
+    vectors, variance, total = leading_directions(read, f, wanted, reader.device)
+    return Directions(inputs, vectors, variance, total, factor, penalty)
 
 
 class Projected(NamedTuple):

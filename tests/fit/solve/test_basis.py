@@ -14,6 +14,7 @@ from planted import Planted, plant
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import MismatchError, OptionError, SolveError
+from kvfit.fit.solve import basis, regression
 from kvfit.fit.solve.basis import prefix_scores
 from kvfit.fit.solve.fitter import Fitter
 from kvfit.fit.solve.reader import Reader, least_bytes
@@ -63,16 +64,38 @@ def test_maps_of_a_rank_are_those_of_a_decomposition_of_the_rows(pair: Planted, 
     reader = Reader(Store.open(store))
     inputs = input_set(reader.models, "keys", LAYERS, "full", "both")
     reader.memory_budget = least_bytes(inputs, "float64", basis=True) + extra
-    basis = find_directions(reader, inputs, TARGETS, 0.01).basis(rank)
-    found = list(reduced_solutions(reader, basis, TARGETS))
+    shared = find_directions(reader, inputs, TARGETS, 0.01).basis(rank)
+    found = list(reduced_solutions(reader, shared, TARGETS))
     assert len(found) == (1 if extra else 6)
-    weight = basis.weight @ torch.cat([solution.weights[0] for solution in found], 1)
+    weight = shared.weight @ torch.cat([solution.weights[0] for solution in found], 1)
     wanted, bias = oracle(pair, rank, 0.01)
     x, y = rows(pair, "holdout")
     size = rows(pair, "fit")[1].std(0)
     np.testing.assert_allclose(((x - x.mean(0)) @ (weight.numpy() - wanted)) / size, 0, atol=1e-5)
     error = ((y - (x @ wanted + bias)) ** 2).sum(0).reshape(6, 6)
     np.testing.assert_allclose(torch.cat([s.scores["holdout"].error() for s in found]), error, rtol=1e-4)
+
+
+@pytest.mark.parametrize("extra", [0, 10**9])
+def test_leading_directions_of_very_many_inputs_are_those_of_the_decomposition(
+    store: Path, extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(Store.open(store))
+    inputs = input_set(reader.models, "keys", LAYERS, "full", "both")
+    reader.memory_budget = least_bytes(inputs, "float64", basis=True) + extra
+    exact = find_directions(reader, inputs, TARGETS, 0.01)
+    monkeypatch.setattr(regression, "EXACT_INPUTS", 8)
+    monkeypatch.setattr(basis, "OVERSAMPLED", 12)
+    found = find_directions(reader, inputs, TARGETS, 0.01, rank=6)
+    assert found.vectors.shape == (48, 6)
+    assert found.total == pytest.approx(exact.total)
+    torch.testing.assert_close(found.variance, exact.variance[:6], rtol=1e-4, atol=0)
+    errors = [
+        sum(float(s.scores["holdout"].error().sum()) for s in reduced_solutions(reader, one.basis(6), TARGETS))
+        for one in (exact, found)
+    ]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-3)
+    torch.testing.assert_close(found.vectors.T @ found.vectors, torch.eye(6, dtype=torch.float64))
 
 
 def test_the_oracle_can_fail(pair: Planted) -> None:
@@ -151,8 +174,8 @@ def test_the_report_is_of_the_rank_that_was_asked_for(pair: Planted, store: Path
 def test_scores_of_every_rank_at_once_are_those_one_by_one(store: Path, dtype: torch.dtype) -> None:
     reader = Reader(Store.open(store))
     inputs = input_set(reader.models, "values", LAYERS, "full", "both")
-    basis = find_directions(reader, inputs, TARGETS, 0.1).basis(9, dtype)
-    for _, fit, holdout, weight in projections(reader, basis, TARGETS):
+    shared = find_directions(reader, inputs, TARGETS, 0.1).basis(9, dtype)
+    for _, fit, holdout, weight in projections(reader, shared, TARGETS):
         means = (fit.source_mean, fit.target_mean)
         every = prefix_scores(holdout, weight, means)
         for rank in range(1, 10):
@@ -189,9 +212,9 @@ def test_inputs_that_never_vary_get_no_part_of_the_basis(tmp_path: Path) -> None
     store = pair.store(tmp_path / "s.zarr")
     solve(store, tmp_path / "b", options=Options(penalty=0.01, rank=36), progress=False)
     bundle = Bundle.open(tmp_path / "b")
-    basis = bundle.basis()
-    assert basis is not None
-    assert bool((basis[8] == 0).all())
+    weight = bundle.basis()
+    assert weight is not None
+    assert bool((weight[8] == 0).all())
     np.testing.assert_allclose(pair.predict(bundle, "holdout", "values", 1)[:, 3], -2.0, rtol=1e-4)
 
 

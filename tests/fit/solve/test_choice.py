@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
-from kvfit.fit.solve.scratch import SUFFIX, scratch_folder
 from planted import Planted, plant
 
 from kvfit.bundle.bundle import Bundle
@@ -174,20 +172,3 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(store: Path, tmp_path: Path,
     assert "File too large" in last
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_killed_run_is_cleared_by_the_next_and_a_running_one_is_not(tmp_path: Path) -> None:
-    out = tmp_path / "bundle"
-    killed, running, other = (
-        tmp_path / f".{name}.x{number}{SUFFIX}" for number, name in enumerate(("bundle", "bundle", "else"))
-    )
-    for folder in (killed, running, other):
-        folder.mkdir()
-        (folder / "keys-0.safetensors").write_bytes(b"x")
-    with FileLock(running / "lock"):
-        with scratch_folder(out) as folder:
-            assert folder.is_dir()
-            assert not killed.exists()
-            assert running.exists()
-        assert not folder.exists()
-    assert other.exists()
