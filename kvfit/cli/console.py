@@ -19,7 +19,20 @@ from kvfit.errors import GateError, KvfitError, OptionError
 # What each extra of the distribution brings. A verb that needs one of these modules and finds it missing names the extra.
 EXTRAS = {
     "eval": ("lm_eval",),
-    "fit": ("accelerate", "click", "datasets", "jinja2", "matplotlib", "numpy", "tqdm", "transformers", "zarr"),
+    "fit": (
+        "accelerate",
+        "click",
+        "datasets",
+        "filelock",
+        "jinja2",
+        "matplotlib",
+        "numpy",
+        "psutil",
+        "pyarrow",
+        "tqdm",
+        "transformers",
+        "zarr",
+    ),
 }
 
 
