@@ -285,7 +285,10 @@ evaluate_options = _options(
     click.option("--documents", default=48, help="Documents to use."),
     click.option("--probes", default=40, help="Recall questions of each kind; 0 for none."),
     click.option(
-        "--probe-kinds", callback=names, metavar="KIND[,KIND...]", help="Of names, list, sentence, two-hop; default: all."
+        "--probe-kinds",
+        callback=names,
+        metavar="KIND[,KIND...]",
+        help="Of names, list, sentence, item, reworded, two-hop; default: all.",
     ),
     click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none."),
     click.option("--diagnose", default=8, help="Documents on which layers and heads are diagnosed; 0 for none."),
@@ -293,7 +296,9 @@ evaluate_options = _options(
     click.option("--exact-head", default=1, help="First tokens that the target runs itself, in the arm that is judged."),
     click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself."),
     click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source."),
-    click.option("--repeats", default=30, help="Timed runs after 10 that are not counted; 0 for no times."),
+    click.option("--transcripts", default=10, help="Documents whose continuations the HTML page shows; 0 for none."),
+    click.option("--seconds", default=60.0, help="Time for all timings together; 0 for no times."),
+    click.option("--time-tokens", default=0, help="Time lengths up to this one; default: up to the longest prefix."),
     click.option("--threshold", "thresholds", multiple=True, callback=named, metavar="NAME=NUMBER", help="Another threshold."),
     click.option("--batch-size", default=8, help="Documents per forward pass."),
 )

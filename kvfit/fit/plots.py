@@ -1,8 +1,9 @@
-"""Pictures of a solve report, as PNG bytes. matplotlib is imported only here, without a display."""
+"""Pictures of a solve report and of an evaluation, as PNG bytes. matplotlib is imported only here, without a display."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from typing import Any
 
 from kvfit.spec import KINDS
@@ -48,9 +49,11 @@ def r2_layers(report: dict[str, Any]) -> bytes:
         axis.plot(at, [max(report["probe"][kind]["holdout"][t]) for t in at], "o--", label="best single source layer, holdout")
         axis.plot(at, [detail["r2_fit"] for detail in layers], "s-", label="chosen layers, fit")
         axis.plot(at, [detail["r2_holdout"] for detail in layers], "o-", label="chosen layers, holdout")
-        axis.set(title=kind, xlabel="target layer", ylabel="R2", ylim=(min(0.0, axis.get_ylim()[0]), 1.0))
+        axis.set(title=kind, xlabel="target layer", ylabel="R2")
+        _shares(axis)
+        axis.set_xticks(at[:: max(1, len(at) // 8)])
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower left", fontsize=8)
+    _legend(figure, axes[:1])
     figure.suptitle("R2 per target layer before the gain (grey: heads, holdout)")
     return _png(figure)
 
@@ -72,9 +75,116 @@ def sweep_curves(rows: list[dict[str, Any]]) -> bytes:
         axis.set_xticks(range(len(sizes)), sizes)
         axis.set(title=kind, xlabel="source layers per target layer", ylabel="R2, mean over target layers")
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right", fontsize=8)
+    _legend(figure, axes[:1])
     figure.suptitle("R2 before the gain: holdout split (solid) and fit split (dashed)")
     return _png(figure)
+
+
+def evaluation_pictures(report: dict[str, Any]) -> dict[str, bytes]:
+    """Pictures of `evaluation.json`, PNG files by name; only those that there is something to draw for."""
+    found = {}
+    if report["layers"]:
+        found["evaluation-layers.png"] = layer_curves(report["layers"])
+    if len(report["prefixes"]) > 1:
+        found["evaluation-match.png"] = length_curves(report["prefixes"])
+    if report["milliseconds"]:
+        found["evaluation-time.png"] = time_curves(report["milliseconds"]["lengths"])
+    return found
+
+
+def layer_curves(layers: list[dict[str, Any]]) -> bytes:
+    """How near mapped keys, values and attention outputs are to the target's own, per target layer."""
+    figure, axes = _figure(len(KINDS) + 1)
+    at = [layer["layer_index"] for layer in layers]
+    styles = (("explained", "explained variance", "o-"), ("r2", "R2 in use", "s--"), ("cosine", "cosine", "^:"))
+    for axis, kind in zip(axes, KINDS, strict=False):
+        for layer in layers:
+            heads = _curve(layer[kind]["heads"]["explained"])
+            axis.plot([layer["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
+        for name, label, style in styles:
+            axis.plot(at, _curve(layer[kind][name] for layer in layers), style, label=label)
+        axis.set(title=kind)
+    for layer in layers:
+        heads = _curve(layer["attention_cosine_heads"] or [])
+        axes[-1].plot([layer["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
+    axes[-1].plot(at, _curve(layer["attention_cosine"] for layer in layers), "o-")
+    axes[-1].set(title="cosine of what attention reads")
+    for axis in axes:
+        _shares(axis)
+        axis.set_xticks(at[:: max(1, len(at) // 8)])
+        axis.set_xlabel("target layer")
+        axis.grid(alpha=0.3)
+    _legend(figure, axes[:1])
+    figure.suptitle("Higher is better: mapped keys and values against the target's own, per layer (grey: heads)")
+    return _png(figure)
+
+
+def length_curves(prefixes: dict[str, Any]) -> bytes:
+    """Greedy match and likelihood by length of the context."""
+    drawn = (("greedy_match", "greedy match with native"), ("nll", "nats per token (lower is better)"))
+    figure, axes = _figure(len(drawn))
+    at = [int(prefix) for prefix in prefixes]
+    for axis, (name, title) in zip(axes, drawn, strict=True):
+        for arm, style in (("native", "o-"), ("handoff", "s-"), ("source", "^--"), ("shuffled", "x:")):
+            axis.plot(at, _curve(found["arms"][arm][name] for found in prefixes.values()), style, label=arm)
+        axis.set(title=title, xlabel="tokens of context", xscale="log")
+        _length_ticks(axis, at)
+    _legend(figure, axes[:1])
+    figure.suptitle("Does the handoff stay near native as the context grows?")
+    return _png(figure)
+
+
+def time_curves(lengths: list[dict[str, Any]]) -> bytes:
+    """Time of each way of moving by length, and how much faster than a prefill it is."""
+    figure, axes = _figure(2)
+    at = [row["tokens"] for row in lengths]
+    for name, label, style in (
+        ("prefill", "prefill by the target", "^-"),
+        ("transfer", "transfer (map alone)", "o-"),
+        ("handoff", "handoff (as judged)", "s-"),
+        ("auto", "handoff, auto", "d-"),
+        ("reused_prefill", "prefill, first half there", "^:"),
+        ("reused_transfer", "transfer, first half there", "o:"),
+    ):
+        axes[0].plot(at, [row[name]["median"] for row in lengths], style, label=label)
+    for name, style, colour in (("transfer", "o-", "C1"), ("handoff", "s-", "C2"), ("auto", "d-", "C3")):
+        speeds = [row["prefill"]["median"] / row[name]["median"] for row in lengths]
+        axes[1].plot(at, speeds, style, color=colour)
+    axes[1].axhline(1.0, color="0.4", linewidth=1)
+    axes[1].annotate("as fast as a prefill", (at[0], 1.0), xytext=(0, 4), textcoords="offset points", fontsize=8, color="0.4")
+    axes[0].set(title="milliseconds, median", xlabel="tokens moved", xscale="log", yscale="log")
+    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # 100 reads better than ten squared
+    axes[1].set(title="times as fast as a prefill", xlabel="tokens moved", xscale="log")
+    for axis in axes:
+        _length_ticks(axis, at)
+    axes[1].set_ylim(bottom=0)
+    _legend(figure, axes[:1])
+    figure.suptitle("From which length on does moving pay? Above the line it does")
+    return _png(figure)
+
+
+def _shares(axis: Any) -> None:
+    """Limits for R2 and cosines: from just below what is drawn up to 1. Far below zero, how far says nothing more."""
+    bottom = max(axis.get_ylim()[0], -0.5)
+    axis.set_ylim(bottom, 1 + 0.03 * (1 - bottom))
+
+
+def _curve(values: Iterable[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
+
+
+def _length_ticks(axis: Any, lengths: list[int]) -> None:
+    """Plain numbers at the lengths, without those that would touch the next one."""
+    shown = [length for i, length in enumerate(lengths) if i == len(lengths) - 1 or lengths[i + 1] > 1.25 * length]
+    axis.set_xticks(shown, [str(length) for length in shown])
+    axis.set_xticks([], minor=True)
+    axis.grid(alpha=0.3, which="both")
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """One legend for all panels, below them, where no curve runs."""
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), fontsize=8, frameon=False)
 
 
 def _figure(columns: int) -> tuple[Any, Any]:

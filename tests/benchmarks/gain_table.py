@@ -50,7 +50,7 @@ def row(name: str, options: Options, store: Path, folder: Path, asked: argparse.
     solved = solve(store, folder / name.replace(" ", "-"), options=options, progress=False)
     # Likelihood and recall only.
     how = evaluate.Options(
-        documents=asked.documents, probes=asked.probes, probe_kinds=("names",), greedy=0, diagnose=0, repeats=0
+        documents=asked.documents, probes=asked.probes, probe_kinds=("names",), greedy=0, diagnose=0, seconds=0, transcripts=0
     )
     report = evaluate.evaluate(
         solved.bundle, source=asked.source, target=asked.target, text=TextOptions("demo:heldout"), options=how, progress=False

@@ -47,9 +47,26 @@ def test_the_report_is_one_json_object_with_the_promised_fields(demo: dict[str, 
     report = json.loads(json.dumps(demo, allow_nan=False))
     assert {"native", "transfer", "source", "no_context", "mean", "shuffled"} <= set(report["nll"])
     assert {"native", "transfer", "source", "shuffled"} <= set(report["recall"])
-    assert {"transfer", "prefill"} <= set(report["milliseconds"])
+    for row in report["ways"]:
+        assert {"way", "nll", "share_of_gap", "recall", "greedy_match", "milliseconds", "speed", "share_of_work"} <= set(row)
+        assert row["greedy_match"] is not None
     assert {"kl", "share_of_gap", "bytes", "store", "bundle"} <= set(report)
     assert Path(report["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_row_of_the_table_is_about_one_way(demo: dict[str, Any]) -> None:
+    """The handoff's line has the handoff's recall and the handoff's time, and where moving does not pay is said."""
+    table = str(Demo(demo))
+    for row in demo["ways"]:
+        if row["milliseconds"] is not None:
+            (line,) = [
+                line for line in table.split("\n") if f"{row['nll']:.3f} " in line and f" {row['milliseconds']:.1f} " in line
+            ]
+            assert f"{row['recall']:.0%}" in line
+    for name, begins in demo["milliseconds"]["breaks_even"].items():
+        if name != "reused_transfer":
+            where = "does not pay at any length that was timed" if begins is None else f"pays from {begins} tokens on"
+            assert f"{name}: {where}" in table
 
 
 def test_the_table_can_be_read(demo: dict[str, Any]) -> None:

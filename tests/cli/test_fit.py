@@ -17,7 +17,7 @@ from kvfit.errors import GateError, OptionError
 COMMANDS = {name: cli.commands[name] for name in (*fit.PARTS, "plan")}
 SMALL = (
     "--num-sequences 24 --seq-len 128 --documents 4 --prefix 48 --continuation 16 "
-    "--probes 0 --greedy 0 --diagnose 0 --repeats 0"
+    "--probes 0 --greedy 0 --diagnose 0 --seconds 0"
 )
 
 

@@ -106,7 +106,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     solved = solve.solve(captured.store, out / "bundle", options=solve.Options(penalty=0.01), progress=False)
     # So little text makes no map that passes: pages get one that was never evaluated, the page on evaluation a copy that was.
     shutil.copytree(solved.bundle, folder / "evaluated" / "demo-out" / "bundle")
-    options = evaluate.Options(prefix=96, continuation=32, documents=4, probes=0, greedy=2, diagnose=0, repeats=0, resamples=10)
+    options = evaluate.Options(
+        prefix=96, continuation=32, documents=4, probes=0, greedy=2, diagnose=0, seconds=0, transcripts=0, resamples=10
+    )
     evaluate.evaluate(folder / "evaluated" / "demo-out" / "bundle", options=options, progress=False)
     return folder
 

@@ -1,8 +1,14 @@
 """The arms of an evaluation: ways to give the target a prefix, and what it then makes of the continuation.
 
-`native` prefills; `transfer` maps the source's cache; `handoff` maps it and runs chosen tokens itself, as in use; `source` is
-the source model alone; `no_context` gives nothing. The controls say what a gain in likelihood is worth: `mean` gives keys and
-values of the right mean and no content, `shuffled` gives another document's mapped cache, `raw` the source's cache unmapped.
+native      prefills
+transfer    maps the source's cache
+handoff     maps it and runs chosen tokens itself, as in use: what the verdict is about
+auto        a handoff that finds out by itself how many tokens to recompute
+source      the source model alone
+no_context  nothing is given
+mean        control: keys and values of the right mean and no content
+shuffled    control: another document's mapped cache
+raw         control: the source's cache unmapped, where the shapes allow it
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,11 +28,11 @@ from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device, text_config
 from kvfit.model.identity import check_model
 from kvfit.model.rope import angles, rotate, unrotate
-from kvfit.runtime.handoff import handoff
+from kvfit.runtime.handoff import Handoff, handoff
 from kvfit.runtime.mapper import Mapper
 
-Arm = Literal["native", "transfer", "handoff", "source", "no_context", "mean", "shuffled", "raw"]
-ARMS: tuple[Arm, ...] = ("native", "transfer", "handoff", "source", "no_context", "mean", "shuffled", "raw")
+Arm = Literal["native", "transfer", "handoff", "auto", "source", "no_context", "mean", "shuffled", "raw"]
+ARMS: tuple[Arm, ...] = get_args(Arm)
 
 Pairs = list[tuple[Tensor, Tensor]]
 
@@ -148,6 +154,7 @@ class Prefixes:
             sources: the source's keys and values of the prefixes, where they are known already.
         """
         self.pair, self.ids, self.other, self.mean = pair, ids, other, mean
+        self.recomputed: list[float] = []  # share of each prefix that the last handoff recomputed
         if sources is not None:
             self.sources = sources
 
@@ -186,8 +193,8 @@ class Prefixes:
             return filled(pair.source, _rows(self.sources, rows))
         if arm == "raw":
             return filled(pair.target, _rows(self.sources, rows))
-        if arm == "handoff":
-            return _moved(pair, self.ids[rows], _rows(self.sources, rows), next_ids)
+        if arm in ("handoff", "auto"):
+            return self._moved(arm, rows, next_ids)
         if arm == "mean":
             return _spread(pair, self.mean or mean_pairs(pair, self.mapped), len(rows), self.ids.shape[1])
         if arm == "shuffled":
@@ -196,6 +203,41 @@ class Prefixes:
             wrong = [(k.roll(1, 0), v.roll(1, 0)) for k, v in self.mapped] if self.other is None else self.other.mapped
             return filled(pair.target, _rows(wrong, rows))
         return filled(pair.target, _rows(self.mapped, rows))
+
+    def _moved(self, arm: Arm, rows: Tensor, next_ids: Tensor | None) -> Any:
+        pair = self.pair
+        ids = self.ids[rows].to(input_device(pair.target))
+        # A handoff leaves at least one token to the target; what is left is not run here, but a guide reads it.
+        ids = torch.cat([ids, ids[:, -1:] if next_ids is None else next_ids.to(ids.device)], 1)
+        sources = _rows(self.sources, rows)
+        recompute: float | Literal["auto"] = "auto" if arm == "auto" else pair.recompute
+
+        def moved(part: slice) -> Handoff:
+            return handoff(
+                pair.mapper,
+                pair.target,
+                ids[part],
+                [(keys[part], values[part]) for keys, values in sources],
+                exact_head=pair.exact_head,
+                exact_tail=pair.exact_tail,
+                recompute=recompute,
+                guide=pair.source if recompute else None,
+            )
+
+        windowed = any(window is not None for window in pair.mapper.spec.target.windows)
+        # In a batch the conversation that needs most tokens decides for all, so that auto is measured one by one.
+        parts = [slice(i, i + 1) for i in range(len(rows))] if arm == "auto" and not windowed else [slice(None)]
+        found = [moved(part) for part in parts]
+        self.recomputed = [
+            0.0 if one.recomputed is None else one.recomputed.shape[1] / self.ids.shape[1]
+            for one in found
+            for _ in range(len(rows) // len(found))
+        ]
+        if len(found) == 1:
+            return found[0].cache
+        layers = zip(*(caches.read_cache(one.cache) for one in found), strict=True)
+        joined = [tuple(torch.cat([pair[half] for pair in layer]) for half in (0, 1)) for layer in layers]
+        return filled(pair.target, joined)  # type: ignore[arg-type]
 
 
 def _rows(pairs: Pairs, rows: Tensor) -> Pairs:
@@ -208,22 +250,6 @@ def selected(cache: Any, rows: Tensor) -> Any:
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
     return cache
-
-
-def _moved(pair: Pair, prefix_ids: Tensor, sources: Pairs, next_ids: Tensor | None) -> Any:
-    prefix_ids = prefix_ids.to(input_device(pair.target))
-    # A handoff leaves at least one token to the target; what is left is not run here, but a guide reads it.
-    following = prefix_ids[:, -1:] if next_ids is None else next_ids.to(prefix_ids.device)
-    return handoff(
-        pair.mapper,
-        pair.target,
-        torch.cat([prefix_ids, following], 1),
-        sources,
-        exact_head=pair.exact_head,
-        exact_tail=pair.exact_tail,
-        recompute=pair.recompute,
-        guide=pair.source if pair.recompute else None,
-    ).cache
 
 
 def filled(model: Any, pairs: Pairs) -> Any:

@@ -1,37 +1,23 @@
-"""Time of a transfer against a prefill by the target, by length, and from where the transfer wins."""
+"""Time of each way of moving a context against a prefill by the target, by length, and from where on it pays."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfit.fit.evaluate import arms
+from kvfit.fit.progress import track
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 
 SHORTEST = 64
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure.
-
-    Attributes:
-        warm_ups: runs that are not counted.
-        repeats: runs that are.
-        seconds: most seconds for one median; fewer runs are counted where they take longer, at least 3.
-    """
-
-    warm_ups: int = 10
-    repeats: int = 30
-    seconds: float = 20.0
+MOST_REPEATS, MOST_WARM_UPS = 30, 10
+TIMED = ("transfer", "handoff", "auto", "prefill", "reused_transfer", "reused_prefill")
 
 
 def synchronise(devices: set[torch.device]) -> None:
@@ -43,114 +29,118 @@ def synchronise(devices: set[torch.device]) -> None:
             torch.mps.synchronize()
 
 
-def timed(run: Callable[[], Any], devices: set[torch.device], effort: Effort) -> dict[str, float | int]:
+def timed(run: Callable[[], Any], devices: set[torch.device], seconds: float) -> dict[str, float | int]:
     """Median and 95th percentile of the milliseconds that `run` takes, synchronised before and after.
+
+    The first run is not counted and says how many more there is time for: up to 10 that are not counted, a quarter of those
+    that are, and up to 30 that are, at least one.
+
+    Args:
+        run: what is timed.
+        devices: that work on it.
+        seconds: for all runs together.
 
     Returns:
         ``median``, ``p95``, ``repeats``.
     """
-    begun = time.perf_counter()
-    taken: list[float] = []
-    warming = effort.warm_ups
-    while len(taken) < effort.repeats:
+
+    def once() -> float:
         synchronise(devices)
         start = time.perf_counter()
         run()
         synchronise(devices)
-        now = time.perf_counter()
-        late = now - begun > effort.seconds
-        if warming > 0 and not late:
-            warming -= 1
-            continue
-        warming = 0
-        taken.append(1000 * (now - start))
-        if late and len(taken) >= 3:
-            break
-    ordered = sorted(taken)
+        return 1000 * (time.perf_counter() - start)
+
+    possible = int(max(0.0, 1000 * seconds / max(once(), 1e-3)) - 1)
+    repeats = min(MOST_REPEATS, max(1, possible * 4 // 5))
+    for _ in range(min(MOST_WARM_UPS, possible - repeats) if possible > repeats else 0):
+        once()
+    taken = sorted(once() for _ in range(repeats))
     return {
-        "median": statistics.median(ordered),
-        "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-        "repeats": len(ordered),
+        "median": statistics.median(taken),
+        "p95": taken[min(len(taken) - 1, int(0.95 * len(taken)))],
+        "repeats": len(taken),
     }
 
 
-def lengths_up_to(longest: int) -> list[int]:
-    """Powers of two from 64 on that are shorter than `longest`, and `longest`."""
-    found, length = [], SHORTEST
+def lengths_up_to(longest: int, *more: int) -> list[int]:
+    """Powers of two from 64 on that are shorter than `longest`, `longest`, and `more`, ascending."""
+    found, length = {longest, *more}, SHORTEST
     while length < longest:
-        found.append(length)
+        found.add(length)
         length *= 2
-    return [*found, longest]
+    return sorted(found)
 
 
-def milliseconds(pair: arms.Pair, prefix_ids: Tensor, *, effort: Effort | None = None, progress: bool = True) -> dict[str, Any]:
-    """Time mapping against prefilling one sequence, batch 1.
+def milliseconds(
+    pair: arms.Pair, ids: Tensor, *, lengths: Iterable[int], seconds: float, progress: bool = True
+) -> dict[str, Any]:
+    """Time moving against prefilling one sequence, batch 1.
 
     `transfer` maps the source's cache as it lies, moves between devices included; it does not include the source's own
-    prefill, which it had to do anyway. `prefill` runs the target without its language-model head. `reused` does both where the
-    target holds the first half already (a shared prefix in its cache).
+    prefill, which it had to do anyway. `handoff` and `auto` also run the exact tokens, the guide included. `prefill` runs the
+    target without its language-model head. `reused` does both where the target holds the first half already (a shared prefix in
+    its cache).
 
     Args:
         pair: models and mapper.
-        prefix_ids: (1, P) token ids; all shorter lengths are its beginnings.
-        effort: how long to measure.
+        ids: (1, P) token ids; shorter lengths are its beginnings.
+        lengths: tokens to time, at most P.
+        seconds: for all timings together.
         progress: show a bar.
 
     Returns:
-        ``transfer``, ``prefill`` and ``handoff`` (with the exact tokens in use): medians at P; their ``_p95``; ``lengths`` with
-        all that was measured; ``crossover``: the length from which on every measured transfer was faster, None where the
-        longest was not; ``crossover_reused`` likewise.
+        ``lengths``: a row per length, each way with its ``median``, ``p95`` and ``repeats``. ``breaks_even``: for ``transfer``,
+        ``handoff``, ``auto`` and ``reused_transfer``, the shortest length from which on it is faster than a prefill at every
+        length that was timed; None where it is not at the longest.
     """
-    effort = effort or Effort()
     used = (*caches.layer_devices(pair.source, 1), *caches.layer_devices(pair.target, pair.mapper.spec.target.n_layers))
     devices = set(used)
-    rows = []
-    for length in tqdm(lengths_up_to(prefix_ids.shape[1]), desc="time", disable=None if progress else True):
-        ids = prefix_ids[:, :length]
-        prefixes = arms.Prefixes(pair, ids)
-        sources = prefixes.sources
+    lengths = list(lengths)
+    each = seconds / (len(lengths) * len(TIMED))
+    rows: list[dict[str, Any]] = []
+    for length in track(lengths, "evaluate, time", "lengths", show=progress):
+        runs = _runs(pair, ids[:, :length])
+        rows.append({"tokens": length} | {name: timed(runs[name], devices, each) for name in TIMED})
 
-        def transfer(ids: Tensor = ids, sources: arms.Pairs = sources) -> None:
-            pair.mapper.transfer(sources, into=caches.new_cache(pair.target), **arms.lexical(pair.mapper, ids, pair.target))
+    def breaks_even(name: str, against: str) -> int | None:
+        return crossover([(row["tokens"], row[name]["median"], row[against]["median"]) for row in rows])
 
-        def moved(prefixes: arms.Prefixes = prefixes) -> None:
-            prefixes.cache("handoff")
-
-        def prefill(prefixes: arms.Prefixes = prefixes) -> None:
-            prefixes.cache("native")
-
-        row: dict[str, Any] = {"tokens": length}
-        for name, run in (("transfer", transfer), ("handoff", moved), ("prefill", prefill)):
-            row[name] = timed(run, devices, effort)
-        row |= _reused(pair, ids, sources, devices, effort)
-        rows.append(row)
-    last = rows[-1]
     return {
-        **{name: last[name]["median"] for name in ("transfer", "handoff", "prefill")},
-        **{f"{name}_p95": last[name]["p95"] for name in ("transfer", "handoff", "prefill")},
-        "crossover": crossover([(row["tokens"], row["transfer"]["median"], row["prefill"]["median"]) for row in rows]),
-        "crossover_reused": crossover(
-            [(row["tokens"], row["reused_transfer"]["median"], row["reused_prefill"]["median"]) for row in rows]
-        ),
         "lengths": rows,
+        "breaks_even": {
+            "transfer": breaks_even("transfer", "prefill"),
+            "handoff": breaks_even("handoff", "prefill"),
+            "auto": breaks_even("auto", "prefill"),
+            "reused_transfer": breaks_even("reused_transfer", "reused_prefill"),
+        },
     }
 
 
-def _reused(
-    pair: arms.Pair, ids: Tensor, sources: arms.Pairs, devices: set[torch.device], effort: Effort
-) -> dict[str, dict[str, float | int]]:
-    """The same where the target holds the first half of the tokens already."""
+def _runs(pair: arms.Pair, ids: Tensor) -> dict[str, Callable[[], Any]]:
+    """What is timed at one length, by the names of `TIMED`."""
+    prefixes = arms.Prefixes(pair, ids)
+    sources, lexical = prefixes.sources, arms.lexical(pair.mapper, ids, pair.target)
     half = ids.shape[1] // 2
     held = arms.Rewindable(arms.Prefixes(pair, ids[:, :half]).cache("native"))
-    rest = ids[:, half:].to(input_device(pair.target))
+    second_half = ids[:, half:].to(input_device(pair.target))
+
+    def transfer(cache: Any) -> None:
+        pair.mapper.transfer(sources, into=cache, **lexical)
+
     return {
-        "reused_transfer": timed(
-            lambda: pair.mapper.transfer(sources, into=held.fresh(pair.target), **arms.lexical(pair.mapper, ids, pair.target)),
-            devices,
-            effort,
-        ),
-        "reused_prefill": timed(lambda: caches.forward(pair.target, rest, held.fresh(pair.target), base=True), devices, effort),
+        "transfer": lambda: transfer(caches.new_cache(pair.target)),
+        "handoff": lambda: prefixes.cache("handoff"),
+        "auto": lambda: prefixes.cache("auto"),
+        "prefill": lambda: prefixes.cache("native"),
+        "reused_transfer": lambda: transfer(held.fresh(pair.target)),
+        "reused_prefill": lambda: caches.forward(pair.target, second_half, held.fresh(pair.target), base=True),
     }
+
+
+def at_length(times: dict[str, Any], tokens: int) -> dict[str, Any] | None:
+    """The row of a length, None where it was not timed."""
+    return next((row for row in times.get("lengths", ()) if row["tokens"] == tokens), None)
 
 
 def crossover(rows: list[tuple[int, float, float]]) -> int | None:

@@ -53,6 +53,17 @@ class Diagnosis:
     explained: dict[Kind, float]
     explained_rotated: float | None
 
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        order = {kind: found.tolist() for kind, found in self.order.items()}
+        return {"layers": self.layers, "order": order, "explained": self.explained, "explained_rotated": self.explained_rotated}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Diagnosis:
+        """What `to_json` wrote."""
+        order = {kind: torch.tensor(value["order"][kind], dtype=torch.float64) for kind in KINDS}
+        return cls(value["layers"], order, value["explained"], value["explained_rotated"])
+
 
 class _Moments:
     """Sums over tokens of mapped and own values (N, H, D), from which the measures follow. float64."""
@@ -191,11 +202,9 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
     moments: dict[tuple[str, int], _Moments] = {}
     order = {kind: _Order() for kind in KINDS}
     reads: dict[int, _Reads] = {}
-    rotated = (
-        Mapper(replace(spec, keys_rotated=True), pair.mapper._weights, basis=pair.mapper._basis)
-        if any(spec.target.rope.tables)
-        else None
-    )
+    rotated = None
+    if any(spec.target.rope.tables):
+        rotated = Mapper(replace(spec, keys_rotated=True), pair.mapper._weights, basis=pair.mapper._basis)
     for part in torch.split(ids, batch_size):
         prefix_ids = part[:, :covered]
         sources = arms.source_pairs(pair, prefix_ids)

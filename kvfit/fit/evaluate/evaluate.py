@@ -1,138 +1,61 @@
-"""The verb `evaluate`: is the mapped cache worth having? On documents that were not captured, where the bundle says which were.
+"""The verb `evaluate`: is the mapped cache worth having? Measured on documents that the map was not fitted on.
 
-Likelihood and recall are measured for every arm (see `kvfit.fit.evaluate.arms`), with intervals over documents; every layer
-and head is diagnosed; transfer and prefill are timed; and a verdict is bound to the digest of the weights.
+Likelihood and recall are measured for every way of moving a context (see `kvfit.fit.evaluate.arms`), with intervals over
+documents; every layer and head is diagnosed; each way is timed against a prefill; and a verdict is bound to the digest of the
+weights. An evaluation that is interrupted goes on where it was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
+import kvfit
 from kvfit.bundle.bundle import Bundle, add_files
-from kvfit.errors import BundleError, OptionError
+from kvfit.errors import BundleError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import check_positions
 from kvfit.fit.capture.recipe import public_name
 from kvfit.fit.capture.text import TextOptions
-from kvfit.fit.evaluate import arms
-from kvfit.fit.evaluate.arms import Arm
-from kvfit.fit.evaluate.clock import Effort, milliseconds
-from kvfit.fit.evaluate.curves import pictures
-from kvfit.fit.evaluate.diagnose import Diagnosis, diagnose
-from kvfit.fit.evaluate.heldout import fillers, heldout
-from kvfit.fit.evaluate.intervals import share_interval, share_of_gap
-from kvfit.fit.evaluate.likelihood import Scores, likelihood
-from kvfit.fit.evaluate.questions import PROBE_KINDS, ProbeKind
-from kvfit.fit.evaluate.recall import pooled, recall_table
-from kvfit.fit.evaluate.report import written
-from kvfit.fit.evaluate.turns import drift
-from kvfit.fit.evaluate.verdict import Reasons, Thresholds, control_lead, judge, judge_map
+from kvfit.fit.evaluate import arms, ways
+from kvfit.fit.evaluate.heldout import Heldout, fillers, heldout
+from kvfit.fit.evaluate.measure import Measured
+from kvfit.fit.evaluate.options import Options
+from kvfit.fit.evaluate.parts import Parts
+from kvfit.fit.evaluate.report import html_page, markdown
+from kvfit.fit.evaluate.verdict import Thresholds
+from kvfit.fit.plots import evaluation_pictures
 from kvfit.fit.stats import digests
 from kvfit.hub.card import write_card
-from kvfit.spec import KINDS
 
 __all__ = ["Evaluated", "Options", "Thresholds", "evaluate"]
 
-PROBE_TOKENS = 64  # at most, of a recall question and its answer
-LEAST_MAPPED = 0.25  # of the context, in the arm that is judged
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a bundle is evaluated.
-
-    Attributes:
-        prefix: tokens of context, the model's own last token included; several lengths are measured one after the other.
-        continuation: tokens scored after it.
-        documents: how many documents.
-        probes: how many recall questions of each kind; 0 for none.
-        probe_kinds: see `kvfit.fit.evaluate.questions`.
-        greedy: tokens of the greedy continuation that is compared with native's; 0 for none.
-        diagnose: documents that layers and heads are diagnosed on; 0 for none.
-        turns: turns of the target in a conversation that goes back and forth; 0 for none.
-        exact_head: of the `handoff` arm.
-        exact_tail: of the `handoff` arm.
-        recompute: of the `handoff` arm: share of the prefix that the target recomputes, guided by the source.
-        batch_size: documents per forward pass.
-        warm_ups: runs before times are taken.
-        repeats: timed runs; 0 for none.
-        seconds: most seconds for one time, see `kvfit.fit.evaluate.clock`.
-        resamples: of the bootstrap.
-        seed: of probes and bootstrap.
-        thresholds: of the verdict.
-    """
-
-    prefix: int | tuple[int, ...] = 384
-    continuation: int = 128
-    documents: int = 48
-    probes: int = 40
-    probe_kinds: tuple[ProbeKind, ...] = PROBE_KINDS
-    greedy: int = 64
-    diagnose: int = 8
-    turns: int = 0
-    exact_head: int = 1
-    exact_tail: int = 0
-    recompute: float = 0.0
-    batch_size: int = 8
-    warm_ups: int = 10
-    repeats: int = 30
-    seconds: float = 20.0
-    resamples: int = 1000
-    seed: int = 0
-    thresholds: Thresholds = field(default_factory=Thresholds)
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("continuation", 1),
-            ("documents", 2),
-            ("probes", 0),
-            ("greedy", 0),
-            ("diagnose", 0),
-            ("turns", 0),
-            ("exact_head", 0),
-            ("exact_tail", 0),
-            ("batch_size", 1),
-            ("repeats", 0),
-            ("resamples", 1),
-        ):
-            if getattr(self, name) < least:
-                raise OptionError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
-        if not self.prefixes or self.prefixes[0] < 2:
-            raise OptionError(f"--prefix: found {self.prefix}, needed 2 tokens or more")
-        if not 0 <= self.recompute <= 1:
-            raise OptionError(f"--recompute: found {self.recompute}, needed a share between 0 and 1")
-        moved = self.prefixes[0] - 1
-        mapped = (moved - self.exact_head - self.exact_tail) * (1 - self.recompute) / moved
-        if mapped < LEAST_MAPPED:
-            raise OptionError(
-                f"--exact-head {self.exact_head}, --exact-tail {self.exact_tail}, --recompute {self.recompute:g}: found "
-                f"{max(0.0, mapped):.0%} of {moved} tokens of context left to the map, needed {LEAST_MAPPED:.0%}: the target "
-                "would be judged by what it runs itself"
-            )
-        unknown = set(self.probe_kinds) - set(PROBE_KINDS)
-        if unknown:
-            raise OptionError(f"--probe-kinds: found {', '.join(sorted(unknown))}, needed some of {', '.join(PROBE_KINDS)}")
-
-    @property
-    def prefixes(self) -> tuple[int, ...]:
-        """The lengths, ascending; the last is the one whose arms stand at the top of the report."""
-        return tuple(sorted({self.prefix} if isinstance(self.prefix, int) else set(self.prefix)))
+LOGGER = logging.getLogger("kvfit")
+PROBE_TOKENS = 96  # at most, of a recall question with its worked example and its answer
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What `evaluate` found: the content of `evaluation.json`."""
+    """What `evaluate` found.
+
+    Attributes:
+        bundle: its folder.
+        report: the content of `evaluation.json`.
+        page: the HTML page with pictures and transcripts, beside the bundle; None where it could not be written.
+    """
 
     bundle: Path
     report: dict[str, Any]
+    page: Path | None = None
 
     @property
     def verdict(self) -> Literal["pass", "fail", "unknown"]:
@@ -140,11 +63,18 @@ class Evaluated:
         return self.report["verdict"]  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        share = self.report["arms"]["handoff"]["share_of_gap"]
-        reasons = "; ".join(self.report["reasons"])
-        return f"{self.bundle}: {self.verdict}, {share:.0%} of the gap recovered" + (f" ({reasons})" if reasons else "")
+        """One line: verdict, gap, recall and speed of the way that is judged, and where the report is."""
+        rows = {row["way"]: row for row in self.report["ways"]}
+        judged, native = rows["handoff"], rows["native"]
+        parts = [f"{self.verdict}", f"{judged['share_of_gap']:.0%} of the gap recovered"]
+        if judged["recall"] is not None and judged["recall_by_kind"]:
+            parts.append(f"recall {judged['recall']:.0%} where native has {native['recall']:.0%}")
+        speed = ways.speed_text(judged, self.report["tokens"]["prefix"] - 1)
+        parts += [speed or "not timed", *self.report["reasons"], f"report: {self.page or self.bundle / 'evaluation.md'}"]
+        return f"{self.bundle}: " + "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
+        """The report."""
         return self.report
 
 
@@ -161,6 +91,10 @@ def evaluate(
 ) -> Evaluated:
     """Measure a bundle on held-out text and write `evaluation.json`, `evaluation.md` and pictures into it.
 
+    Beside the bundle it writes one HTML page with tables, pictures and transcripts, which quotes the text and is not published
+    with the bundle. While it runs, what is measured is kept beside the bundle, so that the same call goes on after an
+    interrupt.
+
     Args:
         bundle: its folder.
         source: ref of the source model; default the one that the bundle names.
@@ -169,7 +103,7 @@ def evaluate(
         texts: further texts by name, of other kinds; measured at the longest prefix and reported apart.
         options: see `Options`.
         loading: how source and target are loaded.
-        progress: show bars.
+        progress: show bars or log lines.
 
     Raises:
         BundleError: the bundle cannot be read.
@@ -177,28 +111,21 @@ def evaluate(
         TextError: too little text.
     """
     options = options or Options()
-    text = text or TextOptions(dataset="demo:heldout")
     loading = loading or (models.Options(), models.Options())
     opened = Bundle.open(bundle)
     if not os.access(opened.folder, os.W_OK):
         raise BundleError(f"bundle {bundle}: found a folder that cannot be written, needed one for the result: copy the bundle")
-    # Text is read before weights are loaded, so that too little of it is found out at once.
     refs = models.recorded_refs(opened.spec, source, target)
+    # Text is read before weights are loaded, so that too little of it is found out at once.
     tokenizer = models.load_tokenizer(*refs[1], trust_remote_code=loading[1].trust_remote_code)
-    fitted = digests.of_recipe(opened.recipe)
-    read = {
-        prefix: heldout(text, tokenizer, prefix + options.continuation, options.documents, fitted)
-        for prefix in options.prefixes
-    }
-    longest = options.prefixes[-1]
-    further = {
-        name: heldout(other, tokenizer, longest + options.continuation, options.documents, fitted)
-        for name, other in (texts or {}).items()
-    }
+    read = _Texts(
+        text or TextOptions(dataset="demo:heldout"), texts or {}, tokenizer, options, digests.of_recipe(opened.recipe)
+    )
     for (ref, revision), how in zip(refs, loading, strict=True):
         config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
         beyond = max(options.continuation, options.greedy, PROBE_TOKENS if options.probes else 0)
-        check_positions(config, ref, longest + beyond, "--prefix, --continuation and --greedy")
+        needed = max(options.prefixes[-1] + beyond, options.time_tokens if options.seconds else 0)
+        check_positions(config, ref, needed, "--prefix, --continuation, --greedy and --time-tokens")
     pair, tokenizer = arms.load_pair(
         opened,
         source=source,
@@ -208,24 +135,78 @@ def evaluate(
         exact_tail=options.exact_tail,
         recompute=options.recompute,
     )
-    measured = _Measured(pair, tokenizer, options, progress)
-    report = measured.report(
-        opened,
-        {prefix: found.ids for prefix, found in read.items()},
-        {name: found.ids for name, found in further.items()},
-        fillers(text, options.probes, fitted) if options.probes else [],
-    )
-    report["text"] = public_name(text.dataset)
-    report["overlap"] = {"checked": fitted is not None, "left_out": read[longest].left_out}
-    for name, other in (texts or {}).items():
-        report["texts"][name] |= {"text": public_name(other.dataset), "left_out": further[name].left_out}
-    pages = {"evaluation.md": written(report, opened.spec).encode(), **pictures(report)}
+    job = [kvfit.__version__, opened.weights_digest, refs, asdict(options), [asdict(how) for how in loading], read.digest()]
+    measured = Measured(pair, tokenizer, options, progress)
+    parts = Parts(opened.folder, job, measured.count(len(read.further)), plan=measured.plan(), progress=progress)
+    with parts.shown:
+        report, transcripts = measured.report(opened, read.ids(), read.further_ids(), read.fillers, parts)
+    read.describe(report)
     report = _finite(report)
+    pictures = evaluation_pictures(report)
     data = json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    files = {"evaluation.json": data.encode(), **pages}
-    add_files(opened.folder, files)
+    add_files(
+        opened.folder,
+        {"evaluation.json": data.encode(), "evaluation.md": markdown(report, opened.spec).encode(), **pictures},
+    )
     write_card(opened.folder)
-    return Evaluated(opened.folder, report)
+    page = _write_page(opened.folder, html_page(report, opened.spec, pictures, transcripts))
+    found = Evaluated(opened.folder, report, page)
+    after = f"kvfit push {bundle} --to ORG/NAME" if found.verdict != "fail" else "see the reasons in evaluation.md"
+    parts.finish(f"{found.verdict}, {page or opened.folder / 'evaluation.md'}", after)
+    return found
+
+
+def _write_page(folder: Path, page: str) -> Path | None:
+    path = folder.parent / f"{folder.name}.evaluation.html"
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        LOGGER.warning("evaluate: %s was not written (%s)", path, error.strerror or error)
+        return None
+    return path
+
+
+class _Texts:
+    """The held-out documents of every length and kind, read once."""
+
+    def __init__(
+        self,
+        text: TextOptions,
+        texts: Mapping[str, TextOptions],
+        tokenizer: Any,
+        options: Options,
+        fitted: frozenset[str] | set[str] | None,
+    ) -> None:
+        def read(one: TextOptions, prefix: int) -> Heldout:
+            return heldout(one, tokenizer, prefix + options.continuation, options.documents, fitted)
+
+        self.text, self.texts, self.checked = text, texts, fitted is not None
+        self.main = {prefix: read(text, prefix) for prefix in options.prefixes}
+        self.further = {name: read(other, options.prefixes[-1]) for name, other in texts.items()}
+        self.fillers = fillers(text, options.probes, fitted) if options.probes else []
+
+    def ids(self) -> dict[int, Tensor]:
+        """(N, prefix + C) ids by length."""
+        return {prefix: found.ids for prefix, found in self.main.items()}
+
+    def further_ids(self) -> dict[str, Tensor]:
+        """(N, prefix + C) ids of the further texts."""
+        return {name: found.ids for name, found in self.further.items()}
+
+    def digest(self) -> str:
+        """Of all text that is read, so that a changed file is another job."""
+        found = hashlib.sha256("\0".join(self.fillers).encode())
+        for one in (*self.main.values(), *self.further.values()):
+            found.update(one.ids.numpy().tobytes())
+        return found.hexdigest()
+
+    def describe(self, report: dict[str, Any]) -> None:
+        """Say in the report which texts were read, by names that are no paths, and what was left out."""
+        longest = max(self.main)
+        report["text"] = public_name(self.text.dataset)
+        report["overlap"] = {"checked": self.checked, "left_out": self.main[longest].left_out}
+        for name, found in self.further.items():
+            report["texts"][name] |= {"text": public_name(self.texts[name].dataset), "left_out": found.left_out}
 
 
 def _finite(value: Any) -> Any:
@@ -235,123 +216,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _Measured:
-    """Everything that is measured with one pair of models."""
-
-    def __init__(self, pair: arms.Pair, tokenizer: Any, options: Options, progress: bool) -> None:
-        self.pair = pair
-        self.tokenizer = tokenizer
-        self.options = options
-        self.progress = progress
-
-    def report(self, opened: Bundle, read: dict[int, Tensor], further: dict[str, Tensor], fillers: list[str]) -> dict[str, Any]:
-        """The content of `evaluation.json`."""
-        options = self.options
-        thresholds = options.thresholds
-        longest = options.prefixes[-1]
-        reasons = Reasons()
-        by_prefix: dict[str, Any] = {}
-        for prefix, ids in read.items():
-            recalled = self.recall(prefix, fillers)
-            by_prefix[str(prefix)] = {
-                "arms": self.arms(ids, prefix, pooled(recalled)),
-                "recall": recalled,
-                "documents": len(ids),
-            }
-            at = f"at {prefix} tokens: " if len(read) > 1 else ""
-            reasons.add(judge(by_prefix[str(prefix)]["arms"], thresholds, recall=recalled, documents=len(ids)), at)
-        diagnosis = self.diagnosis(read[longest], longest)
-        if diagnosis is None:
-            reasons.missing.append("layers were not diagnosed")
-        else:
-            inputs = max(opened.spec.input_width(kind, i) for kind in KINDS for i in range(opened.spec.target.n_layers))
-            reasons.failed[:0] = judge_map(diagnosis, opened.solve, inputs, thresholds)
-        apart: dict[str, Any] = {}
-        for name, ids in further.items():
-            table = self.arms(ids, longest, {})
-            elsewhere = self.diagnosis(ids, longest)
-            apart[name] = {"arms": table, "layers": [] if elsewhere is None else elsewhere.layers, "documents": len(ids)}
-            reasons.failed += [f"on {name}: {reason}" for reason in control_lead(table, thresholds)]
-        ids = read[longest]
-        return {
-            "weights_digest": opened.weights_digest,
-            "verdict": reasons.verdict,
-            "reasons": list(reasons),
-            "arms": by_prefix[str(longest)]["arms"],
-            "recall": by_prefix[str(longest)]["recall"],
-            "prefixes": by_prefix,
-            "layers": [] if diagnosis is None else diagnosis.layers,
-            "explained": None if diagnosis is None else {**diagnosis.explained, "keys_rotated": diagnosis.explained_rotated},
-            "milliseconds": self.milliseconds(ids, longest),
-            "turns": drift(self.pair, ids, options.turns, batch_size=options.batch_size, progress=self.progress)
-            if options.turns
-            else [],
-            "texts": apart,
-            "tokens": {"prefix": longest, "continuation": options.continuation, "documents": len(ids)},
-            "options": {**asdict(options), "prefix": list(options.prefixes)},
-        }
-
-    def arms(self, ids: Tensor, prefix: int, recalled: dict[Arm, dict[str, Any]]) -> dict[str, Any]:
-        """Per arm what `evaluation.json` says of it."""
-        options = self.options
-        scores = likelihood(
-            self.pair,
-            ids,
-            prefix,
-            batch_size=options.batch_size,
-            greedy_tokens=options.greedy,
-            progress=self.progress,
-        )
-        return {
-            arm: _row(scores, arm, options) | {name: recalled.get(arm, {}).get(name) for name in ("recall", "log_probability")}
-            for arm in scores
-        }
-
-    def recall(self, prefix: int, fillers: list[str]) -> dict[str, Any]:
-        """Per probe kind what `evaluation.json` says of it."""
-        options = self.options
-        if not options.probes or len(fillers) < 2:
-            return {}
-        return recall_table(
-            self.pair,
-            self.tokenizer,
-            fillers,
-            options.probe_kinds,
-            count=options.probes,
-            context_tokens=prefix - 1,
-            able_from=options.thresholds.recall_native,
-            batch_size=options.batch_size,
-            resamples=options.resamples,
-            seed=options.seed,
-            progress=self.progress,
-        )
-
-    def diagnosis(self, ids: Tensor, prefix: int) -> Diagnosis | None:
-        """Layers and heads on the first documents."""
-        count = self.options.diagnose
-        return diagnose(self.pair, ids[:count], prefix, batch_size=self.options.batch_size) if count else None
-
-    def milliseconds(self, ids: Tensor, prefix: int) -> dict[str, Any]:
-        """Times at the longest prefix and below."""
-        options = self.options
-        if not options.repeats:
-            return {}
-        effort = Effort(options.warm_ups, options.repeats, options.seconds)
-        return milliseconds(self.pair, ids[:1, : prefix - 1], effort=effort, progress=self.progress)
-
-
-def _row(scores: dict[Arm, Scores], arm: Arm, options: Options) -> dict[str, Any]:
-    source, native, found = scores["source"].nll, scores["native"].nll, scores[arm]
-    greedy = float(found.greedy.mean())
-    return {
-        "nll": float(found.nll.mean()),
-        "kl": float(found.kl.mean()),
-        "kl_p95": float(found.kl_tokens.flatten().quantile(0.95)),
-        "kl_first": float(found.kl_first.mean()),
-        "top1": float(found.top1.mean()),
-        "greedy_match": greedy if greedy == greedy else None,  # NaN where none was asked for
-        "share_of_gap": share_of_gap(source, native, found.nll),
-        "interval": list(share_interval(source, native, found.nll, resamples=options.resamples, seed=options.seed)),
-    }

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm
+from kvfit.fit.progress import track
 
 FIRST_TOKENS = 16
 # Documents whose mapped tokens make the mean of the `mean` control.
@@ -29,6 +31,7 @@ class Scores:
         kl_tokens: (N, C) the same of every token.
         top1: (N,) share of tokens whose likeliest next token is native's.
         greedy: (N,) share of native's greedy continuation that the arm says alike before its first different token.
+        recomputed: (N,) share of the prefix that the target recomputed in the arm.
     """
 
     nll: Tensor
@@ -37,35 +40,26 @@ class Scores:
     kl_tokens: Tensor
     top1: Tensor
     greedy: Tensor
+    recomputed: Tensor
 
     def rows(self, chosen: Tensor) -> Scores:
         """The documents `chosen`."""
         return Scores(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
 
 
-@dataclass
-class _Parts:
-    """Scores of one arm, batch by batch."""
-
-    nll: list[Tensor] = field(default_factory=list)
-    kl_tokens: list[Tensor] = field(default_factory=list)
-    top1: list[Tensor] = field(default_factory=list)
-    greedy: list[Tensor] = field(default_factory=list)
-
-    def joined(self) -> Scores:
-        kl = torch.cat(self.kl_tokens)
-        return Scores(
-            nll=torch.cat(self.nll),
-            kl=kl.mean(1),
-            kl_first=kl[:, :FIRST_TOKENS].mean(1),
-            kl_tokens=kl,
-            top1=torch.cat(self.top1),
-            greedy=torch.cat(self.greedy),
-        )
+# Per arm and field of `Scores`, a list with an entry per document; JSON values, so that a batch can be kept.
+Batch = dict[str, dict[str, list[Any]]]
 
 
 def likelihood(
-    pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int, greedy_tokens: int = 64, progress: bool = True
+    pair: arms.Pair,
+    ids: Tensor,
+    prefix: int,
+    *,
+    batch_size: int,
+    greedy_tokens: int = 64,
+    progress: bool = True,
+    kept: Callable[[str, Callable[[], Batch]], Batch] | None = None,
 ) -> dict[Arm, Scores]:
     """Score every arm on the same documents.
 
@@ -74,26 +68,64 @@ def likelihood(
         ids: (N, prefix + C) token ids of N >= 2 different documents.
         prefix: tokens of context; the cache of an arm covers all but the last of them.
         batch_size: documents per forward pass.
-        greedy_tokens: length of the greedy continuation.
+        greedy_tokens: length of the greedy continuation; 0 for none.
         progress: show a bar.
+        kept: ``kept(name, measure)`` gives what an interrupted evaluation has measured of a batch, or measures it.
     """
-    chosen = [arm for arm in arms.ARMS if arm != "raw" or arms.raw_allowed(pair.mapper)]
-    parts: dict[Arm, _Parts] = {arm: _Parts() for arm in chosen}
-    mean = arms.mean_pairs(pair, arms.Prefixes(pair, ids[:MEAN_DOCUMENTS, : prefix - 1]).mapped)
+    scorer = _Scorer(pair, ids, prefix, greedy_tokens)
+    joined: dict[Arm, dict[str, list[Any]]] = {}
     batches = torch.split(torch.arange(len(ids)), batch_size)
-    for rows in tqdm(batches, desc=f"likelihood, {prefix} tokens", disable=None if progress else True):
-        part = ids[rows]
+    for rows in track(batches, f"evaluate, likelihood at {prefix} tokens", "batches", show=progress):
+
+        def measure(rows: Tensor = rows) -> Batch:
+            return scorer.batch(rows)
+
+        name = f"documents {int(rows[0])} to {int(rows[-1])}"
+        for arm, found in (measure() if kept is None else kept(name, measure)).items():
+            fields = joined.setdefault(arm, {})  # type: ignore[arg-type]
+            for field, values in found.items():
+                fields.setdefault(field, []).extend(values)
+    return {arm: _scores(found) for arm, found in joined.items()}
+
+
+def _scores(found: dict[str, list[Any]]) -> Scores:
+    nll, kl, top1, greedy, recomputed = (
+        torch.tensor([float("nan") if value is None else value for value in found[name]], dtype=torch.float64)
+        for name in ("nll", "kl_tokens", "top1", "greedy", "recomputed")
+    )
+    return Scores(nll, kl.mean(1), kl[:, :FIRST_TOKENS].mean(1), kl, top1, greedy, recomputed)
+
+
+class _Scorer:
+    """Scores documents batch by batch; what all batches share is made when the first is measured."""
+
+    def __init__(self, pair: arms.Pair, ids: Tensor, prefix: int, greedy_tokens: int) -> None:
+        self.pair, self.ids, self.prefix, self.greedy_tokens = pair, ids, prefix, greedy_tokens
+
+    @cached_property
+    def mean(self) -> arms.Pairs:
+        """Keys and values of the `mean` control."""
+        return arms.mean_pairs(self.pair, arms.Prefixes(self.pair, self.ids[:MEAN_DOCUMENTS, : self.prefix - 1]).mapped)
+
+    @torch.no_grad()
+    def batch(self, rows: Tensor) -> Batch:
+        """Scores of the documents `rows` under every arm."""
+        pair, prefix, part = self.pair, self.prefix, self.ids[rows]
         # The neighbour in the batch is the wrong document; a document alone in its batch takes the next of all.
-        other = None if len(rows) > 1 else arms.Prefixes(pair, ids[(rows + 1) % len(ids), : prefix - 1])
-        prefixes = arms.Prefixes(pair, part[:, : prefix - 1], other=other, mean=mean)
+        other = None if len(rows) > 1 else arms.Prefixes(pair, self.ids[(rows + 1) % len(self.ids), : prefix - 1])
+        prefixes = arms.Prefixes(pair, part[:, : prefix - 1], other=other, mean=self.mean)
         reference: _Reference | None = None
-        for arm in chosen:
-            model = arms.model_of(pair, arm)
+        out: Batch = {}
+        for arm in arms.ARMS:
+            if arm == "raw" and not arms.raw_allowed(pair.mapper):
+                continue
             cache = arms.Rewindable(prefixes.cache(arm, next_ids=part[:, prefix - 1 : prefix]))
             if reference is None:
-                reference = _Reference(pair, cache, part, prefix, greedy_tokens)
-            reference.score(parts[arm], model, cache)
-    return {arm: found.joined() for arm, found in parts.items()}
+                reference = _Reference(pair, cache, part, prefix, self.greedy_tokens)
+            moved = arm in ("handoff", "auto")
+            shares = prefixes.recomputed if moved else [0.0] * len(rows)
+            out[arm] = reference.score(arms.model_of(pair, arm), cache) | {"recomputed": shares}
+        return out
 
 
 class _Reference:
@@ -114,19 +146,19 @@ class _Reference:
     def _logits(self, model: Any, cache: arms.Rewindable, ids: Tensor) -> Tensor:
         return arms.continuation_logits(model, cache.fresh(model), ids, self.prefix, self.vocabulary)
 
-    def score(self, parts: _Parts, model: Any, cache: arms.Rewindable) -> None:
+    def score(self, model: Any, cache: arms.Rewindable) -> dict[str, list[Any]]:
         found = self._logits(model, cache, self.ids).to(self.logits.device)
+        out: dict[str, list[Any]] = {"nll": [], "kl_tokens": [], "top1": []}
         # Row by row: a vocabulary's worth of float32 for a whole batch would be the largest thing in memory.
         for row, native in enumerate(self.logits):
             ours, theirs = (F.log_softmax(logits.float(), -1) for logits in (native, found[row]))  # (C, vocabulary)
             wanted = self.ids[row, self.prefix :].to(theirs.device)
-            parts.nll.append(-theirs.gather(-1, wanted[:, None]).double().mean()[None].cpu())
-            parts.kl_tokens.append((ours.exp() * (ours - theirs)).sum(-1).double().clamp(min=0)[None].cpu())
-            parts.top1.append((theirs.argmax(-1) == ours.argmax(-1)).double().mean()[None].cpu())
+            out["nll"].append(-float(theirs.gather(-1, wanted[:, None]).double().mean()))
+            out["kl_tokens"].append((ours.exp() * (ours - theirs)).sum(-1).double().clamp(min=0).tolist())
+            out["top1"].append(float((theirs.argmax(-1) == ours.argmax(-1)).double().mean()))
         del found
-        if self.would is not None:
-            would = self._logits(model, cache, self.said).argmax(-1)
-            same = would == self.would.to(would.device)
-            parts.greedy.append(same.long().cumprod(1).double().mean(1).cpu())
-        else:
-            parts.greedy.append(torch.full((len(self.ids),), float("nan"), dtype=torch.float64))
+        if self.would is None:
+            return out | {"greedy": [None] * len(self.ids)}
+        would = self._logits(model, cache, self.said).argmax(-1)
+        same = would == self.would.to(would.device)
+        return out | {"greedy": same.long().cumprod(1).double().mean(1).tolist()}

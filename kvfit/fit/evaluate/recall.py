@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfit.errors import TextError
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm, Prefixes
 from kvfit.fit.evaluate.intervals import cluster_interval
 from kvfit.fit.evaluate.questions import Probe, ProbeKind, probes
+from kvfit.fit.progress import track
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 
-AFTER_NATIVE: tuple[Arm, ...] = ("source", "transfer", "handoff", "mean", "shuffled")
+AFTER_NATIVE: tuple[Arm, ...] = ("source", "transfer", "handoff", "auto", "mean", "shuffled")
 DEPTHS = ("first third", "middle third", "last third")
 # One in each third of the context, where a kind hides several facts.
 QUESTIONS_PER_CONTEXT = 3
@@ -75,7 +75,7 @@ def ask(
     # As many contexts at a time as their questions fit into one pass, but two at least, so that each has a wrong one.
     size = max(2, batch_size // max(map(len, contexts)))
     batches = list(_batches(contexts, size))
-    for batch in tqdm(batches, desc=f"recall, {asked[0].kind}", disable=None if progress else True):
+    for batch in track(batches, f"evaluate, recall of {asked[0].kind}", "batches", show=progress):
         prefixes = Prefixes(pair, torch.tensor([group[0].context_ids for group in batch]))
         if len(batch) < 2:
             prefixes.other = Prefixes(pair, torch.tensor([contexts[0][0].context_ids]))
@@ -96,7 +96,7 @@ def _answered(prefixes: Prefixes, arm: Arm, questions: Sequence[Probe], rows: Te
     model = arms.model_of(prefixes.pair, arm)
     out: dict[int, Answered] = {}
     # What is recomputed depends on the question, and the guide reads it without padding: one length at a time.
-    guided = arm == "handoff" and bool(prefixes.pair.recompute)
+    guided = arm == "auto" or (arm == "handoff" and bool(prefixes.pair.recompute))
     for group in _of_one_length(questions) if guided else [list(range(len(questions)))]:
         chosen = [questions[number] for number in group]
         next_ids = torch.tensor([probe.question_ids for probe in chosen]) if guided else None

@@ -1,22 +1,79 @@
-"""`evaluation.md`: what `evaluate` found, for a reader who has not seen the documentation."""
+"""The report of an evaluation, for a reader who has not seen the documentation: `evaluation.md` and one HTML page.
+
+Both are made by the template `report.jinja` from the same blocks. The HTML page needs no other file: its pictures are in it. It
+also quotes held-out text, so it lies beside the bundle and is not published with it.
+"""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvfit.fit.evaluate import ways
+from kvfit.fit.evaluate.clock import TIMED
 from kvfit.spec import KINDS, MapperSpec
 
-ARM_NAMES = {
-    "native": "target, its own cache (full prefill)",
-    "transfer": "target, mapped cache",
-    "handoff": "**target, mapped cache, handed over as in use**",
-    "source": "source alone",
-    "no_context": "target without the context",
-    "mean": "control: mean keys and values, no content",
-    "shuffled": "control: another document's mapped cache",
-    "raw": "control: the source's cache unmapped",
+TEMPLATE = Path(__file__).with_name("report.jinja")
+SHORT = {"transfer": "transfer", "handoff": "handoff", "auto": "auto", "prefill": "prefill"} | {
+    "reused_transfer": "transfer, half there",
+    "reused_prefill": "prefill, half there",
 }
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of the report: any of a heading, a paragraph, bullets, a table and a picture, in this order."""
+
+    heading: str = ""
+    text: str = ""
+    bullets: Sequence[str] = ()
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    picture: str = ""
+
+
+def markdown(report: dict[str, Any], spec: MapperSpec) -> str:
+    """The report as Markdown.
+
+    Args:
+        report: the content of `evaluation.json`.
+        spec: of the bundle.
+    """
+    return _rendered("markdown", report, spec, {}, [])
+
+
+def html_page(report: dict[str, Any], spec: MapperSpec, pictures: dict[str, bytes], transcripts: list[dict[str, str]]) -> str:
+    """The report as one HTML page that needs no other file.
+
+    Args:
+        report: the content of `evaluation.json`.
+        spec: of the bundle.
+        pictures: PNG files by name.
+        transcripts: contexts and their continuations, as `Measured.transcripts` returns them.
+    """
+    return _rendered("html", report, spec, pictures, transcripts)
+
+
+def _rendered(
+    form: str, report: dict[str, Any], spec: MapperSpec, pictures: dict[str, bytes], transcripts: list[dict[str, str]]
+) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    # Escaping is the template's: names and reasons reach HTML through the filter `e`, Markdown as they are.
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    inline = {name: base64.b64encode(data).decode() for name, data in pictures.items()}
+    return template.render(
+        form=form,
+        title=f"Evaluation: {spec.source.ref} to {spec.target.ref}",
+        verdict=report["verdict"],
+        blocks=list(_blocks(report, spec)),
+        pictures=inline,
+        transcripts=transcripts,
+    )
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -27,58 +84,43 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value + 0.0:.0%}".replace("-0%", "0%")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g} x"
 
 
-def written(report: dict[str, Any], spec: MapperSpec) -> str:
-    """The report as Markdown.
-
-    Args:
-        report: the content of `evaluation.json`.
-        spec: of the bundle.
-    """
+def _blocks(report: dict[str, Any], spec: MapperSpec) -> Iterable[Block]:
     tokens, options = report["tokens"], report["options"]
-    lines = [
-        f"# Evaluation: {spec.source.ref} to {spec.target.ref}",
-        "",
-        f"**Verdict: {report['verdict']}.** "
-        + ("" if report["reasons"] else "Nothing that was measured speaks against moving conversations with this mapper."),
-        "",
-        *(f"- {reason}" for reason in report["reasons"]),
-        "",
-        f"The source ({spec.source.ref}) has read a text; its cache is mapped, and the target ({spec.target.ref}) "
+    fine = "" if report["reasons"] else " Nothing that was measured speaks against moving conversations with this mapper."
+    yield Block(text=f"Verdict: {report['verdict']}.{fine}", bullets=report["reasons"])
+    yield Block(
+        text=f"The source ({spec.source.ref}) has read a text; its cache is mapped, and the target ({spec.target.ref}) "
         f"continues from it. Measured on {tokens['documents']} documents of {report['text']}: {tokens['prefix']} tokens of "
-        f"context, {tokens['continuation']} tokens scored. {_overlap(report)}",
-        "",
-        "## Likelihood",
-        "",
-        *_arms(report["arms"]),
-        "*nats* is the mean negative log-likelihood per token: lower is better. *Share of gap* is 100 % for the "
-        "target with its own cache, 0 % for the source alone, and below 0 where staying with the source is better; "
-        "its interval is the 95 % bootstrap interval over documents. *KL* is the distance to what the target with "
-        "its own cache would say, in nats per token: mean, 95th percentile, and mean over the first 16 tokens. "
-        "*Top-1* is how often both find the same token likeliest. *Greedy match* is how much of the target's own "
-        f"next {options['greedy']} tokens comes out alike before the first difference. The controls hold none of the "
-        "context: a mapped cache that is no better than they are carries nothing.",
-        "",
-        *_prefixes(report),
-        *_recall(report),
-        *_texts(report),
-        *_layers(report),
-        *_turns(report),
-        *_times(report),
-        "## What was judged",
-        "",
-        f"The arm that is judged is the handover as in use: exact first tokens {options['exact_head']}, exact last tokens "
-        f"{options['exact_tail']}, share recomputed {options['recompute']:g}. Thresholds:",
-        "",
-        *_table(("threshold", "value"), ((name, f"{value:g}") for name, value in options["thresholds"].items())),
-        f"The verdict holds for the weights `{report['weights_digest']}` only.",
-        "",
-    ]
-    return "\n".join(lines)
+        f"context, {tokens['continuation']} tokens scored. {_overlap(report)}"
+    )
+    yield from _ways(report)
+    yield from _lengths(report)
+    yield from _recall(report)
+    yield from _texts(report)
+    if report["layers"]:
+        yield Block(
+            "Layers",
+            "How near mapped keys and values are to the target's own, per target layer. R2 is of the map as it is used; "
+            "explained is what is left of it when every output may be rescaled. Concentration above 1 says that errors lie "
+            "where attention reads. Attention cosine compares what the target's own queries read from mapped and from own keys "
+            "and values. Numbers per head are in `evaluation.json`.",
+            picture="evaluation-layers.png",
+            **_layers(report["layers"]),
+        )
+    yield from _turns(report)
+    yield from _clock(report)
+    judged = next(row for row in report["ways"] if row["judged"])
+    yield Block(
+        "What was judged",
+        f"The verdict is about one way of moving: {judged['label']}. It holds for the weights `{report['weights_digest']}` "
+        "only. Thresholds:",
+        head=("threshold", "value"),
+        rows=[(name, f"{value:g}") for name, value in options["thresholds"].items()],
+    )
 
 
 def _overlap(report: dict[str, Any]) -> str:
@@ -89,183 +131,196 @@ def _overlap(report: dict[str, Any]) -> str:
     return "Neither fit nor selection saw any of them" + (f"; {left_out} that they did see were left out." if left_out else ".")
 
 
-def _arms(table: dict[str, Any]) -> list[str]:
-    head = ("", "nats", "share of gap", "95 % interval", "KL", "KL p95", "KL first 16", "top-1", "greedy match")
-    return _table(
-        head,
-        (
+def _interval(row: dict[str, Any]) -> str:
+    return " to ".join(_percent(end) for end in row["interval"])
+
+
+def _ways(report: dict[str, Any]) -> Iterable[Block]:
+    judged = next(row for row in report["ways"] if row["judged"])
+    kinds = list(dict.fromkeys(kind for row in report["ways"] for kind in row["recall_by_kind"]))
+    speed = ways.speed_text(judged, report["tokens"]["prefix"] - 1)
+    rows = []
+    for row in report["ways"]:
+        recalled = [row["recall_by_kind"].get(kind) for kind in kinds]
+        rows.append(
             (
-                ARM_NAMES[arm],
+                f"{row['label']}{' (judged)' if row['judged'] else ''}",
                 _number(row["nll"]),
                 _percent(row["share_of_gap"]),
-                " to ".join(_percent(end) for end in row["interval"]),
+                _interval(row),
                 _number(row["kl"]),
-                _number(row["kl_p95"]),
-                _number(row["kl_first"]),
-                _percent(row["top1"]),
                 _percent(row["greedy_match"]),
+                *("-" if one is None else f"{one['recall']:.0%} ({one['log_probability']:.2f})" for one in recalled),
+                _number(row["milliseconds"], 1),
+                _times(row["speed"]),
+                _percent(row["share_of_work"]),
             )
-            for arm, row in ((arm, table[arm]) for arm in ARM_NAMES if arm in table)
-        ),
+        )
+    head = ("way of moving", "nats", "share of gap", "95 % interval", "KL", "greedy match")
+    yield Block(
+        "Ways of moving",
+        f"Each row is one way, with its quality, its time and its work. {f'The judged handoff: {speed}.' if speed else ''}",
+        head=(*head, *(f"recall of {kind}" for kind in kinds), "ms", "speed", "target's work"),
+        rows=rows,
+    )
+    yield Block(
+        bullets=[
+            "Nats: mean negative log-likelihood per token; lower is better.",
+            "Share of gap: 100 % is the target with its own cache, 0 % the source alone, below 0 worse than staying with the "
+            "source; the interval is a bootstrap over documents.",
+            "KL: distance to what the target with its own cache would say, in nats per token.",
+            f"Greedy match: how much of the target's own next {report['options']['greedy']} tokens comes out alike before the "
+            "first difference.",
+            "Recall: share of exact answers, and mean log-probability of the answer's tokens.",
+            "Ms: median for one sequence on the machine that evaluated; speed: as a multiple of a prefill's. The source's own "
+            "prefill is not in it: it has happened before anything is moved.",
+            "Target's work: operations of the way as a share of a prefill by the target.",
+            "The controls hold none of the context: a mapped cache that is no better than they are carries nothing.",
+        ]
     )
 
 
-def _prefixes(report: dict[str, Any]) -> list[str]:
+def _lengths(report: dict[str, Any]) -> Iterable[Block]:
     if len(report["prefixes"]) < 2:
-        return []
-    head = (
-        "context",
-        "documents",
-        "native nats",
-        "handover nats",
-        "source nats",
-        "share of gap",
-        "95 % interval",
-        "KL",
-        "greedy match",
-    )
+        return
     rows = []
     for prefix, found in report["prefixes"].items():
-        table, moved = found["arms"], found["arms"]["handoff"]
-        nats = [_number(table[arm]["nll"]) for arm in ("native", "handoff", "source")]
-        interval = " to ".join(_percent(end) for end in moved["interval"])
-        shares = [_percent(moved["share_of_gap"]), interval, _number(moved["kl"]), _percent(moved["greedy_match"])]
-        rows.append((f"{prefix} tokens", str(found["documents"]), *nats, *shares))
-    return ["### By length of the context", "", *_table(head, rows), "![greedy match](evaluation-match.png)", ""]
+        by_way = {row["way"]: row for row in found["ways"]}
+        moved = by_way["handoff"]
+        rows.append(
+            (
+                f"{prefix} tokens",
+                str(found["documents"]),
+                *(_number(by_way[way]["nll"]) for way in ("native", "handoff", "source")),
+                _percent(moved["share_of_gap"]),
+                _interval(moved),
+                _number(moved["kl"]),
+                _percent(moved["greedy_match"]),
+                _times(moved["speed"]),
+            )
+        )
+    head = ("context", "documents", "native nats", "handoff nats", "source nats", "share of gap", "95 % interval", "KL")
+    yield Block(
+        "By length of the context",
+        "The judged handoff.",
+        head=(*head, "greedy match", "speed"),
+        rows=rows,
+        picture="evaluation-match.png",
+    )
 
 
-def _recall(report: dict[str, Any]) -> list[str]:
-    lines = [
-        "## Recall",
-        "",
-        "Likelihood can improve while nothing of the context arrives. So facts are hidden in natural text that "
-        "nobody could guess (random codes, words, lookups over two sentences), and the answer has to come out "
-        "exactly. A kind that the target does not answer with its own cache judges nothing. Each cell: share of exact answers, "
-        "its interval over contexts, mean log-probability of the answer's tokens.",
-        "",
-    ]
-    arms = ("native", "source", "transfer", "handoff", "mean", "shuffled")
-    head = ("context", "probe", "questions", *(arm.replace("_", " ") for arm in arms), "handover by depth of the fact")
+def _recall(report: dict[str, Any]) -> Iterable[Block]:
+    order = ("native", "source", "transfer", "handoff", "auto", "mean", "shuffled")
     rows = []
     for prefix, found in report["prefixes"].items():
         for kind, entry in found["recall"].items():
             cells = []
-            for arm in arms:
+            for arm in order:
                 row = entry["arms"].get(arm)
-                cells.append(
-                    "-"
-                    if row is None
-                    else f"{row['recall']:.0%} ({row['interval'][0]:.0%} to {row['interval'][1]:.0%}), "
-                    f"{row['log_probability']:.2f}"
-                )
+                interval = "" if row is None else " to ".join(f"{end:.0%}" for end in row["interval"])
+                cells.append("-" if row is None else f"{row['recall']:.0%} ({interval}), {row['log_probability']:.2f}")
             depth = entry["arms"].get("handoff", {}).get("by_depth", {})
-            by_depth = ", ".join(f"{name} {_percent(value)}" for name, value in depth.items() if value is not None)
-            rows.append((f"{prefix} tokens", kind, str(entry["count"]), *cells, by_depth or entry["reason"] or "-"))
+            thirds = ", ".join(f"{name} {_percent(value)}" for name, value in depth.items() if value is not None)
+            judges = "yes" if entry["judges"] else f"no: {entry['reason']}"
+            rows.append((f"{prefix} tokens", kind, str(entry["count"]), judges, *cells, thirds or "-"))
+    text = (
+        "Likelihood can improve while nothing of the context arrives. So facts that nobody could guess are hidden in natural "
+        "text, and asked for after a worked example. "
+    )
     if not rows:
-        return [*lines, "No probes were asked.", ""]
-    return [
-        *lines,
-        *_table(head, rows),
-        "Intervals are over contexts. *shuffled* answers from another document and should be at chance.",
-        "",
-    ]
+        yield Block("Recall", text + "No questions were asked.")
+        return
+    yield Block(
+        "Recall",
+        text
+        + "Each cell: share of exact answers, its interval over contexts, mean log-probability of the answer's tokens. A kind "
+        "that the target does not answer with its own cache judges nothing. Shuffled answers from another document and should "
+        "be at chance.",
+        head=("context", "kind", "questions", "judges", *order, "handoff by depth of the fact"),
+        rows=rows,
+    )
 
 
-def _texts(report: dict[str, Any]) -> list[str]:
-    lines: list[str] = []
+def _texts(report: dict[str, Any]) -> Iterable[Block]:
     for name, found in report["texts"].items():
-        lines += [
-            f"## Other text: {name}",
-            "",
-            f"{found['documents']} documents of {found['text']}, a text of another kind"
-            + (f"; {found['left_out']} that the mapper was fitted on were left out" if found["left_out"] else "")
-            + ". Linear maps are known to fail there first.",
-            "",
-            *_arms(found["arms"]),
-            *_layer_table(found["layers"]),
-        ]
-    return lines
+        left_out = f"; {found['left_out']} that the mapper was fitted on were left out" if found["left_out"] else ""
+        yield Block(
+            f"Other text: {name}",
+            f"{found['documents']} documents of {found['text']}, a text of another kind{left_out}. Linear maps are known to "
+            "fail there first.",
+            head=("arm", "nats", "share of gap", "95 % interval", "KL", "top-1", "greedy match"),
+            rows=[
+                (
+                    arm,
+                    _number(row["nll"]),
+                    _percent(row["share_of_gap"]),
+                    _interval(row),
+                    _number(row["kl"]),
+                    _percent(row["top1"]),
+                    _percent(row["greedy_match"]),
+                )
+                for arm, row in found["arms"].items()
+            ],
+        )
+        if found["layers"]:
+            yield Block(**_layers(found["layers"]))
 
 
-def _layers(report: dict[str, Any]) -> list[str]:
-    if not report["layers"]:
-        return []
-    return [
-        "## Layers",
-        "",
-        "How near mapped keys and values are to the target's own, per target layer. *R2* is of the map as it is "
-        "used; *explained* is what is left of it when every output may be rescaled. *Concentration* above 1 says "
-        "that errors lie where attention reads. *Attention cosine* compares what the target's own queries read from "
-        "mapped and from own keys and values. Numbers per head are in `evaluation.json`.",
-        "",
-        *_layer_table(report["layers"]),
-        "![layers](evaluation-layers.png)",
-        "",
-    ]
-
-
-def _layer_table(layers: list[dict[str, Any]]) -> list[str]:
-    if not layers:
-        return []
+def _layers(layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Head and rows of a table with a row per target layer."""
     measures = ("r2", "explained", "relative_error", "cosine", "concentration")
     short = ("R2", "explained", "relative error", "cosine", "concentration")
-    head = ("layer", *(f"{kind} {name}" for kind in KINDS for name in short), "attention cosine")
-    rows = (
+    rows = [
         (
             str(layer["layer_index"]),
             *(_number(layer[kind].get(name), 2) for kind in KINDS for name in measures),
             _number(layer["attention_cosine"]),
         )
         for layer in layers
-    )
-    return _table(head, rows)
+    ]
+    return {"head": ("layer", *(f"{kind} {name}" for kind in KINDS for name in short), "attention cosine"), "rows": rows}
 
 
-def _turns(report: dict[str, Any]) -> list[str]:
+def _turns(report: dict[str, Any]) -> Iterable[Block]:
     if not report["turns"]:
-        return []
-    head = ("turn", "tokens before", "mapped for it", "nats", "native nats", "source nats", "drift", "KL")
-    rows = (
-        (
-            str(turn["turn"]),
-            str(turn["tokens_before"]),
-            str(turn["mapped"]),
-            *(_number(turn[name]) for name in ("nll", "native_nll", "source_nll", "drift", "kl")),
-        )
-        for turn in report["turns"]
+        return
+    yield Block(
+        "Back and forth",
+        "Source and target take turns over a text. Before each of its turns the target takes over only what is new. Drift is "
+        "what it loses against the target that has read everything itself, in nats per token.",
+        head=("turn", "tokens before", "mapped for it", "nats", "native nats", "source nats", "drift", "KL"),
+        rows=[
+            (
+                str(turn["turn"]),
+                str(turn["tokens_before"]),
+                str(turn["mapped"]),
+                *(_number(turn[name]) for name in ("nll", "native_nll", "source_nll", "drift", "kl")),
+            )
+            for turn in report["turns"]
+        ],
     )
-    text = (
-        "Source and target take turns over a text. Before each of its turns the target takes over only what is new. *Drift* is "
-    )
-    text += "what it loses against the target that has read everything itself, in nats per token."
-    return ["## Back and forth", "", text, "", *_table(head, rows)]
 
 
-def _times(report: dict[str, Any]) -> list[str]:
+def _clock(report: dict[str, Any]) -> Iterable[Block]:
     times = report["milliseconds"]
     if not times:
-        return []
-    names = ("transfer", "handoff", "prefill", "reused_transfer", "reused_prefill")
-    head = ("tokens", "transfer", "handover", "prefill", "transfer, half there", "prefill, half there")
-    rows = (
-        (str(row["tokens"]), *(f"{row[name]['median']:.2f} ({row[name]['p95']:.2f})" for name in names))
-        for row in times["lengths"]
+        return
+
+    def pays(name: str) -> str:
+        length = times["breaks_even"][name]
+        return "at no length that was timed" if length is None else f"from {length} tokens on"
+
+    yield Block(
+        "Time",
+        "Milliseconds for one sequence on the machine that evaluated: median (95th percentile). Transfer maps the source's "
+        "cache, handoff (as judged) and auto also run the exact tokens, prefill is the target reading everything. Half there "
+        "is the same where the target already holds the first half in its cache. Transfer is faster than prefill "
+        f"{pays('transfer')}, the judged handoff {pays('handoff')}; with the first half there, transfer "
+        f"{pays('reused_transfer')}.",
+        head=("tokens", *(SHORT[name] for name in TIMED)),
+        rows=[
+            (str(row["tokens"]), *(f"{row[name]['median']:.2f} ({row[name]['p95']:.2f})" for name in TIMED))
+            for row in times["lengths"]
+        ],
+        picture="evaluation-time.png",
     )
-
-    def said(length: int | None) -> str:
-        return "not at any length that was measured" if length is None else f"from {length} tokens on"
-
-    return [
-        "## Time",
-        "",
-        "Milliseconds for one sequence on the machine that evaluated: median (95th percentile). *Transfer* maps the "
-        "source's cache, *handover* also runs the exact tokens, *prefill* is the target reading everything. *Half "
-        "there* is the same where the target already holds the first half in its cache.",
-        "",
-        *_table(head, rows),
-        f"Transfer is faster than prefill {said(times['crossover'])}; with the first half there, "
-        f"{said(times['crossover_reused'])}.",
-        "",
-        "![time](evaluation-time.png)",
-        "",
-    ]

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from kvfit.errors import MismatchError
 from kvfit.fit.evaluate import arms
+from kvfit.fit.progress import track
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 from kvfit.runtime.handoff import handoff
@@ -50,7 +50,7 @@ def drift(pair: arms.Pair, ids: Tensor, n_turns: int, *, batch_size: int = 8, pr
     vocabulary = arms.shared_vocabulary(pair)
     sums = torch.zeros(n_turns, 4, dtype=torch.float64)
     mapped = [0] * n_turns
-    for part in tqdm(torch.split(ids, batch_size), desc="turns", disable=None if progress else True):
+    for part in track(torch.split(ids, batch_size), "evaluate, turns", "batches", show=progress):
         part = part[:, : 2 * n_turns * size].to(input_device(pair.target))
         sources = arms.source_pairs(pair, part[:, :-1])
         whole = {

@@ -40,6 +40,7 @@ class Thresholds:
         rotated_margin: most that the explained variance of keys may gain when the map is applied to rotated keys.
         tokens_per_input: least tokens that were fitted per input of the widest map.
         documents: least documents for a verdict other than fail: over fewer an interval says nothing.
+        speed: least speed of the handoff at every evaluated length, as a multiple of a prefill's; 0 turns the check off.
     """
 
     share_of_gap: float = 0.25
@@ -55,6 +56,7 @@ class Thresholds:
     rotated_margin: float = 0.1
     tokens_per_input: float = 3.0
     documents: float = 8.0
+    speed: float = 1.0
 
     @classmethod
     def changed(cls, values: Mapping[str, str]) -> Thresholds:
@@ -103,7 +105,14 @@ class Reasons:
         return iter((*self.failed, *self.missing, *self.unknown))
 
 
-def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, documents: int) -> Reasons:
+def judge(
+    table: Table,
+    thresholds: Thresholds,
+    *,
+    recall: Table | None = None,
+    documents: int,
+    speed: tuple[Mapping[str, Any], int] | None = None,
+) -> Reasons:
     """What fails, is missing or stays unknown in one table of arms.
 
     The arm that is judged is `handoff`, because that is what runs in use.
@@ -113,8 +122,11 @@ def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, 
         thresholds: see there.
         recall: probe kinds as in `evaluation.json`; without it, recall was not measured.
         documents: that the table is about.
+        speed: the row of `ways` of the handoff and how many tokens it moves; None where nothing was timed.
     """
     found = Reasons(_likelihood(table, thresholds))
+    if thresholds.speed > 0:
+        found.add(_speed(speed, thresholds))
     if documents < thresholds.documents:
         found.missing.append(f"only {documents} documents, needed {thresholds.documents:g}: give more text or --documents")
     judging = {kind: entry for kind, entry in (recall or {}).items() if entry["judges"]}
@@ -139,6 +151,23 @@ def judge(table: Table, thresholds: Thresholds, *, recall: Table | None = None, 
                 f"recall of {kind} is unknown: another document's cache answers {guessed:.0%}, so it can be guessed"
             )
     return found
+
+
+def _speed(timed: tuple[Mapping[str, Any], int] | None, thresholds: Thresholds) -> Reasons:
+    if timed is None or timed[0]["speed"] is None:
+        return Reasons(missing=["speed was not measured: give --seconds, or turn the check off with --threshold speed=0"])
+    row, tokens = timed
+    if row["speed"] >= thresholds.speed:
+        return Reasons()
+    pays = (
+        "it pays at no length that was timed" if row["breaks_even"] is None else f"it pays from {row['breaks_even']} tokens on"
+    )
+    return Reasons(
+        [
+            f"the handoff takes {row['milliseconds']:.3g} ms for {tokens} tokens, {row['speed']:.2f} x as fast as a prefill, "
+            f"needed {thresholds.speed:g} x: {pays}; move longer contexts, or fit a cheaper map"
+        ]
+    )
 
 
 def _likelihood(table: Table, thresholds: Thresholds) -> list[str]:

@@ -128,7 +128,7 @@ def test_a_single_document_is_not_shuffled_with_itself(tiny_pair: tuple[Path, Pa
         assert torch.equal(a[1], b[1])
 
 
-@pytest.mark.parametrize("arm", ["native", "transfer", "source", "handoff", "shuffled"])
+@pytest.mark.parametrize("arm", ["native", "transfer", "source", "handoff", "auto", "shuffled"])
 def test_arms_that_share_their_prefills_are_each_as_if_made_alone(
     arm: Any, tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """Evaluation against a slow written-out one, and what ends up in the bundle."""
 
+import html
 import json
 import os
 import shutil
@@ -18,18 +19,19 @@ from kvfit.errors import BundleError, MismatchError, TextError
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate import evaluate as evaluation
 from kvfit.fit.evaluate.arms import Prefixes, Rewindable, greedy, source_pairs
-from kvfit.fit.evaluate.clock import Effort, crossover, lengths_up_to, timed
+from kvfit.fit.evaluate.clock import crossover, lengths_up_to, timed
 from kvfit.fit.evaluate.evaluate import Options, evaluate
 from kvfit.fit.evaluate.intervals import cluster_interval, share_interval, share_of_gap
 from kvfit.fit.evaluate.likelihood import likelihood
+from kvfit.fit.evaluate.report import html_page
 from kvfit.model.cache import cache_argument, new_cache
 
 Loader = Callable[[Path | str], Any]
 SMALL = Options(
-    prefix=40, continuation=20, documents=5, probes=4, batch_size=2, warm_ups=0, repeats=1, resamples=200, greedy=6,
-    probe_kinds=("names",), diagnose=3,
+    prefix=40, continuation=20, documents=5, probes=4, batch_size=2, seconds=0.001, resamples=200, greedy=6,
+    probe_kinds=("names",), diagnose=3, transcripts=3,
 )  # fmt: skip
-ARMS = ("native", "transfer", "handoff", "source", "no_context", "mean", "shuffled")
+ARMS = ("native", "transfer", "handoff", "auto", "source", "no_context", "mean", "shuffled")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,9 @@ def test_numbers_equal_a_slow_written_out_evaluation(
 
             def made(index: int = index, arm: Any = arm, model: Any = model) -> Any:
                 other = Prefixes(pair, prefixes[wrong[index]][None])
-                cache = Prefixes(pair, prefixes[index : index + 1], other=other).cache(arm)
+                cache = Prefixes(pair, prefixes[index : index + 1], other=other).cache(
+                    arm, next_ids=rows[index : index + 1, 39:40]
+                )
                 return new_cache(model) if cache is None else cache
 
             found.setdefault(arm, []).append(written_out(model, made(), ids, 40))
@@ -163,6 +167,134 @@ def test_the_report_is_in_the_bundle_and_bound_to_its_weights(bundle: Path, repo
     assert {"evaluation.md", "evaluation-layers.png", "evaluation-time.png"} <= set(opened.digests)
 
 
+def test_each_row_of_ways_is_about_one_way(report: dict[str, Any]) -> None:
+    """Quality as in `arms`, recall as in `recall`, time as it was measured at the moved length, and the work beside it."""
+    rows = {row["way"]: row for row in report["ways"]}
+    assert set(rows) == set(ARMS)
+    assert [row["way"] for row in report["ways"] if row["judged"]] == ["handoff"]
+    assert {way for way, row in rows.items() if row["control"]} == {"no_context", "mean", "shuffled"}
+    (timed,) = [row for row in report["milliseconds"]["lengths"] if row["tokens"] == 39]
+    for way, name in (("native", "prefill"), ("transfer", "transfer"), ("handoff", "handoff"), ("auto", "auto")):
+        assert rows[way]["milliseconds"] == timed[name]["median"]
+        assert rows[way]["speed"] == pytest.approx(timed["prefill"]["median"] / timed[name]["median"])
+    assert rows["mean"]["milliseconds"] is rows["mean"]["share_of_work"] is None
+    for way, row in rows.items():
+        assert {name: row[name] for name in report["arms"][way]} == report["arms"][way]
+    assert rows["native"]["share_of_work"] == 1
+    assert rows["source"]["share_of_work"] == 0
+    assert 0 < rows["transfer"]["share_of_work"] < rows["handoff"]["share_of_work"] < rows["auto"]["share_of_work"]
+    assert rows["handoff"]["recomputed"] == 0 < rows["auto"]["recomputed"] <= 0.25
+
+
+def test_shares_of_work_are_those_of_a_profiler(bundle: Path, tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    """Operations counted by torch while they run, against the arithmetic from shapes."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from kvfit.fit.evaluate.ways import work_shares
+
+    source, target = (load(folder) for folder in tiny_pair)
+    pair = paired(bundle, source, target, exact_head=0)
+    ids = heldout(target.tokenizer, 1, 49)
+    prefixes = Prefixes(pair, ids[:, :48])
+    counted = {}
+    assert prefixes.sources
+    for arm in ("native", "transfer"):
+        with FlopCounterMode(display=False) as counter:
+            prefixes.cache(arm)  # type: ignore[arg-type]
+        counted[arm] = counter.get_total_flops()
+    shares = work_shares(pair, 48, 0.05)
+    # The counter takes attention for a full square, and the mask halves it in the arithmetic.
+    assert shares["transfer"] == pytest.approx(counted["transfer"] / counted["native"], rel=0.15)
+    assert shares["handoff"] == shares["transfer"]
+    tenth = work_shares(replace(pair, recompute=0.1), 48, 0.05)["handoff"]
+    assert tenth - shares["auto"] == pytest.approx(0.05)
+    parameters = sum(p.numel() for p in source.model.model.layers.parameters() if p.dim() > 1)
+    guide = 2 * 20 * parameters / counted["native"]  # the guide reads eight tokens and drafts twelve
+    assert tenth == pytest.approx(shares["transfer"] + 0.1 + guide, rel=0.1)
+
+
+def test_an_interrupted_evaluation_goes_on(
+    bundle: Path, report: dict[str, Any], tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured before the interrupt is not measured again, and the numbers are those of one run."""
+    copied = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    source, target = map(str, tiny_pair)
+    saved = tmp_path / "bundle.evaluation-parts.json"
+
+    def run(**changes: Any) -> dict[str, Any]:
+        options = replace(SMALL, **changes)
+        return evaluate(copied, source=source, target=target, options=options, loading=FLOAT32, progress=False).report
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    from kvfit.fit.evaluate import likelihood as module
+    from kvfit.fit.evaluate import measure
+
+    kept_diagnose = measure.diagnose
+    monkeypatch.setattr(measure, "diagnose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    done = json.loads(saved.read_text())["parts"]
+    assert {"time", "likelihood, 40 tokens, documents 0 to 1", "recall of names, 39 tokens"} <= set(done)
+    with pytest.raises(KeyboardInterrupt):
+        run(seed=1)  # another job does not take over what this one has saved
+    assert json.loads(saved.read_text())["parts"]["time"] != done["time"]
+    saved.write_text(json.dumps({"job": "another", "parts": {"time": 3}}))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    done = json.loads(saved.read_text())["parts"]
+    monkeypatch.setattr(measure, "diagnose", kept_diagnose)
+    monkeypatch.setattr(module._Scorer, "batch", interrupted)  # were a batch measured again, this would end the run
+    found = run()
+    assert found["milliseconds"] == done["time"]
+    for part in ("arms", "recall", "layers", "explained"):
+        assert found[part] == report[part]
+    assert not saved.exists()
+
+
+def test_the_page_needs_no_other_file(bundle: Path, report: dict[str, Any]) -> None:
+    """Tables, pictures and transcripts are in it; what the models said is text, never markup."""
+    page = (bundle.parent / f"{bundle.name}.evaluation.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert page.count('class="context"') == 3  # as many transcripts as were asked for
+    assert "href=" not in page
+    assert page.count("src=") == 2
+    for row in report["ways"]:
+        assert row["label"] in html.unescape(page)
+    hostile = [{"context": "<script>alert(1)</script>", "native": "<b>", "handoff": "a & b", "source": "-"}]
+    made = html_page(report | {"text": "<i>name</i>"}, Bundle.open(bundle).spec, {}, hostile)
+    for markup in ("<script>", "<b>", "<i>", "a & b"):
+        assert markup not in made
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in made
+
+
+def test_the_markdown_has_whole_tables(bundle: Path, report: dict[str, Any]) -> None:
+    text = (bundle / "evaluation.md").read_text()
+    assert text.startswith("# Evaluation: ")
+    assert f"**Verdict: {report['verdict']}.**" in text
+    tables = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) >= 4
+    for lines in tables:
+        assert set(lines[1]) == {"|", "-"}
+        assert {line.count("|") for line in lines} == {lines[1].count("|")}
+    assert "\n\n\n" not in text
+    assert "transcripts" not in report  # quotes of the text stay out of what is published
+
+
+def test_the_last_line_says_gap_recall_speed_and_where(bundle: Path, report: dict[str, Any]) -> None:
+    line = str(evaluation.Evaluated(bundle, report, Path("page.html")))
+    assert "\n" not in line
+    for part in (
+        report["verdict"],
+        "% of the gap recovered",
+        "ms for 39 tokens",
+        "x as fast as a prefill",
+        "report: page.html",
+    ):
+        assert part in line
+
+
 def test_further_texts_and_lengths_are_reported_apart(bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     copied = shutil.copytree(bundle, tmp_path / "bundle")
     lines = [
@@ -207,7 +339,7 @@ def test_documents_that_the_map_was_fitted_on_are_left_out(bundle: Path, tiny_pa
         reports.append(
             evaluate(
                 copied, source=source, target=target, text=text, texts={"more": text},
-                options=replace(SMALL, diagnose=0, repeats=0), loading=FLOAT32, progress=False,
+                options=replace(SMALL, diagnose=0, seconds=0, transcripts=0), loading=FLOAT32, progress=False,
             ).report
         )  # fmt: skip
     mixed, alone = reports
@@ -239,7 +371,7 @@ def test_a_bundle_without_a_record_gets_no_claim(bundle: Path, tiny_pair: tuple[
     weights = ((layer.kind, layer.layer_index, *opened.layer(layer.kind, layer.layer_index)) for layer in opened.spec.layers)
     write_bundle(tmp_path / "old", opened.spec, weights, recipe=recipe, solve=opened.solve)
     source, target = map(str, tiny_pair)
-    options = replace(SMALL, diagnose=0, repeats=0, probes=0, greedy=0)
+    options = replace(SMALL, diagnose=0, seconds=0, probes=0, greedy=0, transcripts=0)
     found = evaluate(
         tmp_path / "old", source=source, target=target, text=TextOptions("demo:text"), options=options, loading=FLOAT32,
         progress=False,
@@ -251,7 +383,9 @@ def test_a_bundle_without_a_record_gets_no_claim(bundle: Path, tiny_pair: tuple[
         assert "Neither fit nor selection" not in text
 
 
-@pytest.mark.parametrize(("changes", "needed"), [({"greedy": 0}, 60), ({"greedy": 30}, 70), ({"probes": 1}, 104)])
+@pytest.mark.parametrize(
+    ("changes", "needed"), [({}, 60), ({"greedy": 30}, 70), ({"probes": 1}, 136), ({"time_tokens": 80}, 80)]
+)
 def test_more_tokens_than_positions_are_refused(
     bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, int], needed: int
 ) -> None:
@@ -259,7 +393,7 @@ def test_more_tokens_than_positions_are_refused(
     folder = Path(shutil.copytree(tiny_pair[0], tmp_path / "short"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 59}))
-    options = replace(SMALL, **{"probes": 0, **changes})  # type: ignore[arg-type]
+    options = replace(SMALL, **{"probes": 0, "greedy": 0, **changes})  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match=rf"found {needed} tokens, needed at most the 59 positions"):
         evaluate(bundle, source=str(folder), target=str(tiny_pair[1]), options=options, loading=FLOAT32, progress=False)
 
@@ -284,7 +418,15 @@ def test_too_little_text_is_said_before_weights_are_loaded(bundle: Path, tiny_pa
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prefix": 1}, {"prefix": ()}, {"recompute": 1.5}, {"documents": 1}, {"probe_kinds": ("riddles",)}, {"turns": -1}],
+    [
+        {"prefix": 1},
+        {"prefix": ()},
+        {"recompute": 1.5},
+        {"documents": 1},
+        {"probe_kinds": ("riddles",)},
+        {"turns": -1},
+        {"seconds": float("nan")},
+    ],
 )
 def test_impossible_options_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match="--" + next(iter(changes)).replace("_", "-")):
@@ -327,17 +469,33 @@ def test_crossover_is_where_transfer_wins_for_good() -> None:
     assert crossover([(64, 1.0, 2.0), (128, 4.0, 3.0)]) is None
     assert lengths_up_to(383) == [64, 128, 256, 383]
     assert lengths_up_to(39) == [39]
+    assert lengths_up_to(200, 39, 150) == [39, 64, 128, 150, 200]
 
 
-def test_warm_ups_are_not_counted_and_a_slow_run_ends_early() -> None:
-    calls: list[int] = []
-    found = timed(lambda: calls.append(1), set(), Effort(warm_ups=4, repeats=7))
-    assert len(calls) == 11
-    assert found["repeats"] == 7
-    assert 0 <= found["median"] <= found["p95"]
-    calls.clear()
-    assert timed(lambda: calls.append(1), set(), Effort(warm_ups=4, repeats=7, seconds=0.0))["repeats"] == 3
-    assert len(calls) == 3
+def test_runs_are_repeated_as_often_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that every run moves by the time it takes: counts follow from it, and nothing sleeps."""
+    now, calls = [0.0], [0]
+    monkeypatch.setattr("kvfit.fit.evaluate.clock.time.perf_counter", lambda: now[0])
+
+    def run(seconds: float, first: float | None = None) -> Callable[[], None]:
+        calls[0] = 0
+
+        def taken() -> None:
+            now[0] += first if first is not None and not calls[0] else seconds
+            calls[0] += 1
+
+        return taken
+
+    quick = timed(run(0.001), set(), 100.0)
+    assert quick["repeats"] == 30
+    assert calls[0] == 1 + 10 + 30  # the first run says how long one takes
+    assert quick["median"] == pytest.approx(1.0)
+    middling = timed(run(1.0), set(), 11.0)
+    assert middling["repeats"] == 8
+    assert calls[0] == 11  # no more seconds than there are
+    assert timed(run(60.0), set(), 1.0)["repeats"] == 1
+    assert calls[0] == 2
+    assert timed(run(1.0, first=5.0), set(), 30.0)["median"] == pytest.approx(1000.0)  # warming up is not counted
 
 
 def test_a_cache_can_be_used_again(tiny_pair: tuple[Path, Path], load: Loader) -> None:

@@ -210,7 +210,9 @@ def test_arms_answer_as_a_loop_written_out(
         rigged.append(Probe(**{**probe.__dict__, "answer": "rigged", "answer_ids": (first, second)}))
     # Contexts of two, two and one question, two contexts at a time: the other of the batch is wrong, for the last the first.
     others = [rigged[2], rigged[2], rigged[0], rigged[0], rigged[0]]
-    found = ask(pair, tokenizer, rigged, ("native", "source", "transfer", "handoff", "shuffled"), batch_size=4, progress=False)
+    found = ask(
+        pair, tokenizer, rigged, ("native", "source", "transfer", "handoff", "auto", "shuffled"), batch_size=4, progress=False
+    )
     for arm, answers in found.items():
         for answered, probe, wrong in zip(answers, rigged, others, strict=True):
             said, log_probabilities = steps(arm, probe, wrong, probe.answer_ids)
@@ -239,7 +241,7 @@ def test_only_kinds_that_the_target_answers_judge(
     # From 0 on every target is able, and all arms are asked.
     table = recall_table(pair, target.tokenizer, fillers, ("names",), count=4, context_tokens=45, able_from=0.0, progress=False)
     assert table["names"]["judges"]
-    assert set(table["names"]["arms"]) == {"native", "source", "transfer", "handoff", "mean", "shuffled"}
+    assert set(table["names"]["arms"]) == {"native", "source", "transfer", "handoff", "auto", "mean", "shuffled"}
     row = table["names"]["arms"]["shuffled"]
     assert row["recall"] == 0.0
     assert row["log_probability"] < -3

@@ -23,7 +23,9 @@ from kvfit.fit.solve.solve import solve
 from kvfit.runtime.mapper import Mapper
 
 QUICK = Options(
-    prefix=192, continuation=64, documents=8, probes=10, probe_kinds=("names",), greedy=0, diagnose=4, repeats=0, resamples=500
+    prefix=192, continuation=64, documents=8, probes=10, probe_kinds=("names",), greedy=0, diagnose=4, seconds=0, transcripts=0,
+    resamples=500,
+    thresholds=Thresholds(speed=0),
 )  # fmt: skip
 
 
@@ -53,6 +55,12 @@ def recall(judges: bool = True, handoff: float = 0.8, shuffled: float = 0.0) -> 
     }
 
 
+def judged(table: Any, *, documents: int = 8, recall: Any = None) -> Reasons:
+    """The verdict on tables of a handoff twice as fast as a prefill."""
+    row = {"speed": 2.0, "milliseconds": 10.0, "breaks_even": 64}
+    return judge(table, Thresholds(), recall=recall, documents=documents, speed=(row, 383))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -66,7 +74,7 @@ def recall(judges: bool = True, handoff: float = 0.8, shuffled: float = 0.0) -> 
     ],
 )
 def test_each_number_fails_for_its_own_reason(changes: dict[str, Any], reason: str) -> None:
-    found = judge(table(**changes), Thresholds(), recall=recall(), documents=8)
+    found = judged(table(**changes), recall=recall())
     assert len(found.failed) == 1
     assert reason in found.failed[0]
     assert (found.missing, found.unknown, found.verdict) == ([], [], "fail")
@@ -77,40 +85,59 @@ def test_each_number_fails_for_its_own_reason(changes: dict[str, Any], reason: s
 
 
 def test_a_good_table_passes() -> None:
-    found = judge(table(), Thresholds(), recall=recall(), documents=8)
+    found = judged(table(), recall=recall())
     assert (found.verdict, list(found)) == ("pass", [])
 
 
+def test_a_handoff_slower_than_a_prefill_fails_and_says_from_where_on_it_pays() -> None:
+    slow = {"speed": 0.8, "milliseconds": 20.3, "breaks_even": 2048}
+    found = judge(table(), Thresholds(), recall=recall(), documents=8, speed=(slow, 383))
+    assert found.verdict == "fail"
+    assert found.failed == [
+        "the handoff takes 20.3 ms for 383 tokens, 0.80 x as fast as a prefill, needed 1 x: it pays from 2048 tokens on; move "
+        "longer contexts, or fit a cheaper map"
+    ]
+    never = judge(table(), Thresholds(), recall=recall(), documents=8, speed=(slow | {"breaks_even": None}, 383))
+    assert "it pays at no length that was timed" in never.failed[0]
+    # Another bar, or none, is asked for by name.
+    assert judge(table(), Thresholds(speed=0.75), recall=recall(), documents=8, speed=(slow, 383)).verdict == "pass"
+    assert judge(table(), Thresholds(speed=0), recall=recall(), documents=8, speed=(slow, 383)).verdict == "pass"
+    assert judge(table(), Thresholds(speed=0), recall=recall(), documents=8).verdict == "pass"
+    assert judge(table(), Thresholds(speed=3), recall=recall(), documents=8, speed=(slow | {"speed": 2.9}, 1)).verdict == "fail"
+    # What was not timed did not pass.
+    for untimed in (None, ({"speed": None}, 383)):
+        found = judge(table(), Thresholds(), recall=recall(), documents=8, speed=untimed)
+        assert (found.verdict, found.missing[0].split(":")[0]) == ("unknown", "speed was not measured")
+
+
 def test_recall_counts_where_the_target_can() -> None:
-    found = judge(table(), Thresholds(), recall=recall(handoff=0.4), documents=8)
+    found = judged(table(), recall=recall(handoff=0.4))
     assert len(list(found)) == 1
     assert found.failed[0].startswith("recall of names 0.40, needed 0.50 of the native 0.90: hand over with guided recompute")
     assert found.verdict == "fail"
-    found = judge(table(), Thresholds(), recall=recall(judges=False, handoff=0.0), documents=8)
+    found = judged(table(), recall=recall(judges=False, handoff=0.0))
     assert list(found) == ["recall is unknown: no kind of question judges (names: the target with its own cache answers 8%)"]
     assert found.verdict == "pass"
-    assert "can be guessed" in judge(table(), Thresholds(), recall=recall(shuffled=0.5), documents=8).unknown[0]
+    assert "can be guessed" in judged(table(), recall=recall(shuffled=0.5)).unknown[0]
 
 
 @pytest.mark.parametrize("arm", ["handoff", "native", "source", "mean"])
 @pytest.mark.parametrize("field", ["nll", "kl", "share_of_gap", "interval"])
 def test_no_number_is_no_pass(arm: str, field: str) -> None:
     nan = float("nan")
-    found = judge(
-        table(**{arm: {field: [nan, nan] if field == "interval" else nan}}), Thresholds(), recall=recall(), documents=8
-    )
-    judged = field == "nll" or arm == "handoff"
-    assert found.verdict == ("fail" if judged else "pass")
+    found = judged(table(**{arm: {field: [nan, nan] if field == "interval" else nan}}), recall=recall(), documents=8)
+    matters = field == "nll" or arm == "handoff"
+    assert found.verdict == ("fail" if matters else "pass")
 
 
 def test_what_was_not_measured_is_no_pass() -> None:
-    unasked = judge(table(), Thresholds(), documents=8)
+    unasked = judged(table())
     assert unasked.verdict == "unknown"
     assert unasked.missing[0].startswith("recall was not measured: no probes were asked")
-    few = judge(table(), Thresholds(), recall=recall(), documents=7)
+    few = judged(table(), recall=recall(), documents=7)
     assert (few.verdict, list(few)) == ("unknown", ["only 7 documents, needed 8: give more text or --documents"])
     # What fails has failed, however little was measured.
-    assert judge(table(handoff={"kl": 0.9}), Thresholds(), documents=2).verdict == "fail"
+    assert judged(table(handoff={"kl": 0.9}), documents=2).verdict == "fail"
 
 
 @pytest.mark.parametrize(

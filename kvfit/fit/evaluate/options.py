@@ -1,0 +1,111 @@
+"""How a bundle is evaluated: the options of `evaluate`, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvfit.errors import OptionError
+from kvfit.fit.evaluate.questions import PROBE_KINDS, ProbeKind
+from kvfit.fit.evaluate.verdict import Thresholds
+
+LEAST_MAPPED = 0.25  # of the context, in the arm that is judged
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a bundle is evaluated.
+
+    Attributes:
+        prefix: tokens of context, the model's own last token included; several lengths are measured one after the other.
+        continuation: tokens scored after it.
+        documents: how many documents.
+        probes: how many recall questions of each kind; 0 for none.
+        probe_kinds: see `kvfit.fit.evaluate.questions`.
+        greedy: tokens of the greedy continuation that is compared with native's; 0 for none.
+        diagnose: documents that layers and heads are diagnosed on; 0 for none.
+        turns: turns of the target in a conversation that goes back and forth; 0 for none.
+        transcripts: documents whose continuations the HTML page shows side by side; 0 for none.
+        exact_head: first tokens that the target runs itself in the `handoff` arm.
+        exact_tail: last tokens of the prefix that it runs itself there.
+        recompute: share of the prefix that it recomputes there, guided by the source.
+        batch_size: documents per forward pass.
+        seconds: time for all timings together; 0 for none. How often each is repeated follows from the time that one run takes.
+        time_tokens: time lengths up to this one, where it is longer than the longest prefix.
+        resamples: of the bootstrap.
+        seed: of questions and bootstrap.
+        thresholds: of the verdict.
+    """
+
+    prefix: int | tuple[int, ...] = 384
+    continuation: int = 128
+    documents: int = 48
+    probes: int = 40
+    probe_kinds: tuple[ProbeKind, ...] = PROBE_KINDS
+    greedy: int = 64
+    diagnose: int = 8
+    turns: int = 0
+    transcripts: int = 10
+    exact_head: int = 1
+    exact_tail: int = 0
+    recompute: float = 0.0
+    batch_size: int = 8
+    seconds: float = 60.0
+    time_tokens: int = 0
+    resamples: int = 1000
+    seed: int = 0
+    thresholds: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("continuation", 1),
+            ("documents", 2),
+            ("probes", 0),
+            ("greedy", 0),
+            ("diagnose", 0),
+            ("turns", 0),
+            ("transcripts", 0),
+            ("exact_head", 0),
+            ("exact_tail", 0),
+            ("batch_size", 1),
+            ("seconds", 0),
+            ("time_tokens", 0),
+            ("resamples", 1),
+        ):
+            if not getattr(self, name) >= least:
+                raise OptionError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, needed at least {least}")
+        if not self.prefixes or self.prefixes[0] < 2:
+            raise OptionError(f"--prefix: found {self.prefix}, needed 2 tokens or more")
+        if not 0 <= self.recompute <= 1:
+            raise OptionError(f"--recompute: found {self.recompute}, needed a share between 0 and 1")
+        moved = self.prefixes[0] - 1
+        mapped = (moved - self.exact_head - self.exact_tail) * (1 - self.recompute) / moved
+        if mapped < LEAST_MAPPED:
+            raise OptionError(
+                f"--exact-head {self.exact_head}, --exact-tail {self.exact_tail}, --recompute {self.recompute:g}: found "
+                f"{max(0.0, mapped):.0%} of {moved} tokens of context left to the map, needed {LEAST_MAPPED:.0%}: the verdict "
+                "would be about what the target runs itself"
+            )
+        unknown = set(self.probe_kinds) - set(PROBE_KINDS)
+        if unknown:
+            raise OptionError(f"--probe-kinds: found {', '.join(sorted(unknown))}, needed some of {', '.join(PROBE_KINDS)}")
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """The lengths, ascending; the last is the one whose arms stand at the top of the report."""
+        return tuple(sorted({self.prefix} if isinstance(self.prefix, int) else set(self.prefix)))
+
+    @property
+    def handoff(self) -> str:
+        """The handoff that is judged, in words."""
+        return self._handoff(f"{self.recompute:.0%}" if self.recompute else "")
+
+    @property
+    def handoff_auto(self) -> str:
+        """The handoff that finds out how much to recompute, in words."""
+        return self._handoff("as much as needed")
+
+    def _handoff(self, recomputed: str) -> str:
+        parts = [f"first {self.exact_head} exact"] if self.exact_head else []
+        parts += [f"last {self.exact_tail} exact"] if self.exact_tail else []
+        parts += [f"{recomputed} recomputed where the source looks"] if recomputed else []
+        return ", ".join(parts) or "nothing exact"

@@ -1,0 +1,137 @@
+"""One row per way of moving a context: quality, time and share of the target's work of the same thing side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvfit.fit.evaluate import arms
+from kvfit.fit.evaluate.clock import at_length
+from kvfit.fit.evaluate.options import Options
+from kvfit.model.decoder import layer_path, unwrapped
+from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS
+from kvfit.spec import MapperSpec
+
+CONTROLS = ("no_context", "mean", "shuffled", "raw")
+# What is timed under which name; ways without one take no time of the target's before it continues.
+TIMES = {"native": "prefill", "transfer": "transfer", "handoff": "handoff", "auto": "auto"}
+
+
+def label(way: str, options: Options) -> str:
+    """A way of moving, in words."""
+    return {
+        "native": "target, its own cache (full prefill)",
+        "transfer": "target, mapped cache alone",
+        "handoff": f"target, handoff ({options.handoff})",
+        "auto": f"target, handoff ({options.handoff_auto})",
+        "source": "source alone, nothing moved",
+        "no_context": "target without the context",
+        "mean": "control: mean keys and values, no content",
+        "shuffled": "control: another document's mapped cache",
+        "raw": "control: the source's cache unmapped",
+    }[way]
+
+
+def rows(
+    table: Mapping[str, Mapping[str, Any]],
+    recall: Mapping[str, Any],
+    times: Mapping[str, Any],
+    work: Mapping[str, float],
+    options: Options,
+    tokens: int,
+) -> list[dict[str, Any]]:
+    """The list `ways` of `evaluation.json`.
+
+    Args:
+        table: likelihood and pooled recall by arm.
+        recall: kinds of question, as `recall_table` returns them.
+        times: what `milliseconds` returned; empty where nothing was timed.
+        work: from `work_shares`.
+        options: of the evaluation.
+        tokens: moved tokens that the row is about.
+    """
+    timed = at_length(dict(times), tokens) or {}
+    prefill = timed.get("prefill", {}).get("median")
+    out = []
+    for way, scores in table.items():
+        taken = timed.get(TIMES.get(way, ""), {}).get("median")
+        out.append(
+            {
+                "way": way,
+                "label": label(way, options),
+                "judged": way == "handoff",
+                "control": way in CONTROLS,
+                **scores,
+                "recall_by_kind": {
+                    kind: {name: entry["arms"][way][name] for name in ("recall", "log_probability")}
+                    for kind, entry in recall.items()
+                    if entry["judges"] and way in entry["arms"]
+                },
+                "milliseconds": taken,
+                "speed": prefill / taken if taken and prefill else None,
+                "share_of_work": work.get(way),
+                "breaks_even": times.get("breaks_even", {}).get(way) if times else None,
+            }
+        )
+    return out
+
+
+def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, float]:
+    """Operations of each way as a share of the target's prefill of `tokens` tokens; matrix products only.
+
+    A prefill multiplies each token with every weight of the decoder layers and attends to the tokens before it. The source's
+    own prefill is left out, because it has happened before anything is moved; its run as a guide is counted.
+
+    Args:
+        pair: models and mapper.
+        tokens: that are moved.
+        recomputed: share of them that `auto` recomputes, as it was measured.
+    """
+    spec = pair.mapper.spec
+    prefill = tokens * 2.0 * _decoder_weights(pair.target) + _attention(spec, tokens)
+    mapped = tokens * _map_operations(spec)
+    n_exact = min(tokens, pair.exact_head + pair.exact_tail)
+    guide = 2.0 * (QUESTION_TOKENS + DRAFT_TOKENS) * _decoder_weights(pair.source)
+
+    def moved(recompute: float, guided: bool) -> float:
+        return (mapped + (n_exact / tokens + recompute) * prefill + guided * guide) / prefill
+
+    return {
+        "native": 1.0,
+        "transfer": mapped / prefill,
+        "handoff": moved(pair.recompute * (1 - n_exact / tokens), bool(pair.recompute)),
+        "auto": moved(recomputed, True),
+        "source": 0.0,
+        "no_context": 0.0,
+    }
+
+
+def _decoder_weights(model: Any) -> int:
+    return sum(weight.numel() for name, weight in unwrapped(model).named_parameters() if layer_path(name) and weight.dim() > 1)
+
+
+def _attention(spec: MapperSpec, tokens: int) -> float:
+    """Scores and weighted sums of a causal prefill: each token reads half of the others on average."""
+    target = spec.target
+    return 2.0 * target.n_layers * target.n_query_heads * target.head_dim * tokens**2
+
+
+def _map_operations(spec: MapperSpec) -> float:
+    """Operations of the map per token, the target's first layer included where the map reads it."""
+    basis = spec.basis_shape
+    weights = basis[0] * basis[1]
+    for layer in spec.layers:
+        shape = spec.weight_shape(layer.kind, layer.layer_index)
+        weights += shape[0] * shape[1] * (shape[2] if len(shape) == 3 else 1)
+    hidden = spec.target.n_query_heads * spec.target.head_dim
+    return 2.0 * weights + (2.0 * hidden * (hidden + 2 * spec.target.width) if spec.lexical_lags else 0.0)
+
+
+def speed_text(row: Mapping[str, Any], tokens: int) -> str:
+    """The speed of a way, with the length from which on it pays; empty where nothing was timed."""
+    if row["speed"] is None:
+        return ""
+    found = f"{row['milliseconds']:.3g} ms for {tokens} tokens, {row['speed']:.2g} x as fast as a prefill"
+    if row["breaks_even"] is None:
+        return f"{found}; does not pay at any length that was timed"
+    return f"{found}; breaks even at {row['breaks_even']} tokens"
