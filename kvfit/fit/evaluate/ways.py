@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvfit.cost import map_cost
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.clock import at_length
 from kvfit.fit.evaluate.options import Options
@@ -89,7 +90,7 @@ def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, fl
     """
     spec = pair.mapper.spec
     prefill = tokens * 2.0 * _decoder_weights(pair.target) + _attention(spec, tokens)
-    mapped = tokens * _map_operations(spec)
+    mapped = tokens * map_cost(spec).flops_per_token
     n_exact = min(tokens, pair.exact_head + pair.exact_tail)
     guide = 2.0 * (QUESTION_TOKENS + DRAFT_TOKENS) * _decoder_weights(pair.source)
 
@@ -114,17 +115,6 @@ def _attention(spec: MapperSpec, tokens: int) -> float:
     """Scores and weighted sums of a causal prefill: each token reads half of the others on average."""
     target = spec.target
     return 2.0 * target.n_layers * target.n_query_heads * target.head_dim * tokens**2
-
-
-def _map_operations(spec: MapperSpec) -> float:
-    """Operations of the map per token, the target's first layer included where the map reads it."""
-    basis = spec.basis_shape
-    weights = basis[0] * basis[1]
-    for layer in spec.layers:
-        shape = spec.weight_shape(layer.kind, layer.layer_index)
-        weights += shape[0] * shape[1] * (shape[2] if len(shape) == 3 else 1)
-    hidden = spec.target.n_query_heads * spec.target.head_dim
-    return 2.0 * weights + (2.0 * hidden * (hidden + 2 * spec.target.width) if spec.lexical_lags else 0.0)
 
 
 def speed_text(row: Mapping[str, Any], tokens: int) -> str:

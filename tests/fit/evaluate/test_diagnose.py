@@ -10,7 +10,7 @@ import torch
 from fitted import fit_tiny, heldout, paired
 from sklearn.metrics import r2_score
 
-from kvfit.fit.evaluate.arms import Pair, source_pairs, target_pairs
+from kvfit.fit.evaluate.arms import Pair, mapped_pairs, source_pairs, target_pairs
 from kvfit.fit.evaluate.attention import Reading, watched
 from kvfit.fit.evaluate.diagnose import diagnose
 from kvfit.model.cache import append, forward, new_cache
@@ -43,7 +43,7 @@ def test_r2_cosine_and_relative_error_equal_scikit_learn_and_a_loop(pair: Pair, 
             rows: list[list[torch.Tensor]] = [[], []]
             for document in ids:
                 prefix = document[None, : PREFIX - 1]
-                mapped = pair.mapper.transfer_layers(source_pairs(pair, prefix))[layer_index]
+                mapped = mapped_pairs(pair, prefix, source_pairs(pair, prefix))[layer_index]
                 own = target_pairs(pair, prefix)[layer_index]
                 for side, pairs in enumerate((mapped, own)):
                     tensor = pairs[0] if kind == "keys" else pairs[1]
@@ -85,7 +85,7 @@ def test_attention_cosine_equals_running_the_target_with_one_layer_mapped(pair: 
     """Up to the mapped layer nothing differs, so that layer's queries are the target's own."""
     found = diagnose(pair, ids, PREFIX)
     prefix, new = ids[:, : PREFIX - 1], ids[:, PREFIX - 1 : -1]
-    mapped, own = pair.mapper.transfer_layers(source_pairs(pair, prefix)), target_pairs(pair, prefix)
+    mapped, own = mapped_pairs(pair, prefix, source_pairs(pair, prefix)), target_pairs(pair, prefix)
     for at, layer in enumerate(found.layers):
         read: list[torch.Tensor] = []
         projection = pair.target.model.layers[at].self_attn.o_proj
@@ -105,7 +105,7 @@ def test_attention_cosine_equals_running_the_target_with_one_layer_mapped(pair: 
 def test_concentrations_equal_their_definitions_written_out(pair: Pair, ids: torch.Tensor) -> None:
     found = diagnose(pair, ids, PREFIX)
     prefix, new = ids[:, : PREFIX - 1], ids[:, PREFIX - 1 : -1]
-    mapped, own = pair.mapper.transfer_layers(source_pairs(pair, prefix)), target_pairs(pair, prefix)
+    mapped, own = mapped_pairs(pair, prefix, source_pairs(pair, prefix)), target_pairs(pair, prefix)
     readings: dict[int, Reading] = {}
     with watched(pair.target, lambda reading: readings.update({reading.layer_index: reading})):
         forward(pair.target, new, mixed_cache(pair, own, mapped, -1))

@@ -10,10 +10,11 @@ import torch
 from fitted import fit_tiny, heldout, paired
 
 from kvfit.errors import MismatchError
-from kvfit.fit.evaluate.arms import Pair, source_pairs
+from kvfit.fit.evaluate.arms import Pair, mapped_pairs, source_pairs
 from kvfit.fit.evaluate.turns import drift
 from kvfit.model.cache import forward, new_cache
 from kvfit.runtime.mapper import Mapper
+from kvfit.spec import KINDS, LayerMap
 
 Loader = Callable[[Path | str], Any]
 
@@ -33,7 +34,8 @@ def test_drift_equals_a_conversation_written_out(tiny_pair: tuple[Path, Path], l
                 forward(target.model, document[None, :1], cache)  # the exact head
             held = cache.get_seq_length()
             # Only what is new is mapped, at its own positions.
-            part = pair.mapper.transfer_layers([(k[:, :, : start - 1], v[:, :, : start - 1]) for k, v in sources])
+            cut = [(k[:, :, : start - 1], v[:, :, : start - 1]) for k, v in sources]
+            part = mapped_pairs(pair, document[None, : start - 1], cut)
             for layer_index, (keys, values) in enumerate(part):
                 cache.update(keys[:, :, held:], values[:, :, held:], layer_index)
             logits = forward(target.model, document[None, start - 1 : stop - 1], cache)
@@ -54,9 +56,9 @@ def test_drift_equals_a_conversation_written_out(tiny_pair: tuple[Path, Path], l
 def test_an_exact_map_does_not_drift(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
     target = load(tiny_pair[1])
     spec = paired(fit_tiny(tiny_pair, tmp_path), load(tiny_pair[0]), target).mapper.spec
-    layers = tuple(replace(layer, source_layers=(layer.layer_index,)) for layer in spec.layers)
+    layers = tuple(LayerMap(kind, i, (i,), 0.0, 1.0, 1.0) for i in range(spec.target.n_layers) for kind in KINDS)
     weights = {(layer.kind, layer.layer_index): (torch.eye(32), torch.zeros(32)) for layer in layers}
-    same = Mapper(replace(spec, source=spec.target, layers=layers), weights)
+    same = Mapper(replace(spec, source=spec.target, layers=layers, inputs="same", lexical_lags=()), weights)
     for row in drift(Pair(target.model, target.model, same), heldout(target.tokenizer, 2, 48), 4, progress=False):
         assert row["drift"] == pytest.approx(0, abs=1e-4)
         assert row["kl"] == pytest.approx(0, abs=1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import changed
+from fitted import PLAIN, changed
 
 from kvfit.bundle.bundle import Bundle, add_files
 from kvfit.errors import MismatchError
@@ -235,7 +235,7 @@ def good(weaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     options = CaptureOptions(num_sequences=40, seq_len=256, token_stride=1, holdout=0.2)
     capture(str(weaker), "demo:target", folder / "pair.zarr", text=TextOptions("demo:text"), options=options, progress=False)
-    return solve(folder / "pair.zarr", folder / "bundle", progress=False).bundle
+    return solve(folder / "pair.zarr", folder / "bundle", options=PLAIN, progress=False).bundle
 
 
 def evaluated(bundle: Path, source: Path | None = None) -> dict[str, Any]:
