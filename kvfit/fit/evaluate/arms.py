@@ -14,19 +14,18 @@ raw         control: the source's cache unmapped, where the shapes allow it
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvfit.bundle.bundle import Bundle
 from kvfit.errors import MismatchError
-from kvfit.fit.capture import models
+from kvfit.fit.evaluate.pair import Pair as Pair
+from kvfit.fit.evaluate.pair import load_pair as load_pair
+from kvfit.fit.evaluate.pair import shared_vocabulary as shared_vocabulary
 from kvfit.model import cache as caches
-from kvfit.model.decoder import input_device, text_config
-from kvfit.model.identity import check_model
+from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, rotate, unrotate
 from kvfit.runtime.handoff import Handoff, handoff
 from kvfit.runtime.mapper import Mapper
@@ -35,67 +34,6 @@ Arm = Literal["native", "transfer", "handoff", "auto", "source", "no_context", "
 ARMS: tuple[Arm, ...] = get_args(Arm)
 
 Pairs = list[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Both models and the mapper between them.
-
-    Attributes:
-        source: the loaded source.
-        target: the loaded target.
-        mapper: between them, its weights on the target's devices.
-        exact_head: first tokens that the target runs itself in the `handoff` arm.
-        exact_tail: last tokens of the prefix that it runs itself there.
-        recompute: share of the prefix that it recomputes there, guided by the source; 0 for none.
-    """
-
-    source: Any
-    target: Any
-    mapper: Mapper
-    exact_head: int = 1
-    exact_tail: int = 0
-    recompute: float = 0.0
-
-
-def load_pair(
-    bundle: Bundle,
-    *,
-    source: str | None = None,
-    target: str | None = None,
-    loading: tuple[models.Options, models.Options] | None = None,
-    **options: Any,
-) -> tuple[Pair, Any]:
-    """Both models of a bundle, checked, with its mapper on the target's devices; and their tokenizer.
-
-    Args:
-        bundle: an opened bundle.
-        source: ref of the source model; default the one that the bundle names.
-        target: likewise.
-        loading: how source and target are loaded.
-        **options: `exact_head`, `exact_tail` and `recompute` of the pair.
-
-    Raises:
-        RefError: a model cannot be found.
-        MismatchError: a model is not the one that the bundle was fitted on.
-    """
-    specs = (bundle.spec.source, bundle.spec.target)
-    refs = models.recorded_refs(bundle.spec, source, target)
-    loaded = [
-        models.load(ref, revision, how)
-        for (ref, revision), how in zip(refs, loading or (models.Options(), models.Options()), strict=True)
-    ]
-    for spec, model in zip(specs, loaded, strict=True):
-        check_model(spec, model.model, model.tokenizer)
-    devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
-    # What an earlier evaluation found is no concern of this one.
-    mapper = Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
-    return Pair(loaded[0].model, loaded[1].model, mapper, **options), loaded[1].tokenizer
-
-
-def shared_vocabulary(pair: Pair) -> int:
-    """Logits that both models have: two of one family may pad their embeddings to different sizes."""
-    return min(int(text_config(model).vocab_size) for model in (pair.source, pair.target))
 
 
 @torch.no_grad()

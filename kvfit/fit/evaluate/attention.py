@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _NAME = "kvfit_watched"
@@ -100,3 +102,77 @@ def _watching(function: Callable[..., Any] | None, on_reading: Callable[[Reading
         return result
 
     return watch
+
+
+class Reads:
+    """One layer's reading of mapped keys and values, summed over documents."""
+
+    def __init__(self, n_heads: int, head_dim: int, device: torch.device) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        self.n_queries = self.n_tokens = 0
+        self.cosine = zeros(n_heads)
+        self.queries, self.errors = zeros(n_heads, head_dim, head_dim), zeros(n_heads, head_dim, head_dim)
+        self.weighted, self.weights, self.squares = zeros(n_heads), zeros(n_heads), zeros(n_heads)
+
+    def add(self, reading: Reading, mapped: tuple[Tensor, Tensor], counted: slice) -> None:
+        """`mapped` (B, H, P, D) as the cache would hold them; of them only the tokens `counted` were mapped."""
+        n_new = reading.queries.shape[2]
+        n_heads = reading.keys.shape[1]
+        total = reading.keys.shape[2]
+        held = total - n_new  # a windowed layer has dropped the first ones
+        first = mapped[0].shape[2] - held
+        keys, values = (
+            torch.cat([part[:, :, first:].to(own), own[:, :, held:]], 2)
+            for part, own in zip(mapped, (reading.keys, reading.values), strict=True)
+        )
+        read = reading.attend(keys, values)
+        # (B, C, H_query, D) -> (H, B * C * group)
+        cosine = F.cosine_similarity(read.double(), reading.output.double(), dim=-1)
+        self.cosine += _grouped(cosine, 2, n_heads).transpose(0, 2).flatten(1).sum(1)
+        self.n_queries += cosine.numel() // n_heads
+        span = slice(max(counted.start - first, 0), counted.stop - first)
+        if span.stop <= span.start:
+            return
+        wrong = [(a - b)[:, :, span].double() for a, b in ((keys, reading.keys), (values, reading.values))]
+        self.n_tokens += wrong[0].shape[0] * wrong[0].shape[2]
+        self.errors += torch.einsum("bhtd,bhte->hde", wrong[0], wrong[0])
+        queries = _grouped(reading.queries.double(), 1, n_heads)  # (B, H, group, C, D)
+        self.queries += torch.einsum("bhgcd,bhgce->hde", queries, queries)
+        squares = wrong[1].square().sum(-1)  # (B, H, n)
+        self.squares += squares.sum((0, 2))
+        for row in range(len(keys)):  # the attention of one document at a time: it is the largest thing here
+            weights = _attention(reading, row, n_heads)[..., span].double().square().sum((1, 2))  # (H, n)
+            self.weighted += (weights * squares[row]).sum(1)
+            self.weights += weights.sum(1)
+
+    def measures(self) -> dict[str, Tensor]:
+        """(1 + H,) each."""
+        trace = torch.einsum("hde,hde->h", self.queries, self.errors)
+        plain = self.queries.diagonal(dim1=1, dim2=2).sum(1) * self.errors.diagonal(dim1=1, dim2=2).sum(1)
+        keys = self.errors.shape[1] * trace / plain
+        values = (self.weighted / self.weights) / (self.squares / max(self.n_tokens, 1))
+        cosine = self.cosine / max(self.n_queries, 1)
+        return {
+            name: torch.cat([found.mean(0, keepdim=True), found])
+            for name, found in (("keys", keys), ("values", values), ("attention", cosine))
+        }
+
+
+def _grouped(values: Tensor, dim: int, n_heads: int) -> Tensor:
+    """Dimension `dim` of query heads as two: key/value heads and the query heads that read each."""
+    return values.reshape(*values.shape[:dim], n_heads, -1, *values.shape[dim + 1 :])
+
+
+def _attention(reading: Reading, row: int, n_heads: int) -> Tensor:
+    """(H, group, C, T) the target's own attention weights of one document (sinks and soft caps are left out)."""
+    queries = _grouped(reading.queries[row].float(), 0, n_heads)  # (H, group, C, D)
+    scores = reading.scaling * torch.einsum("hgcd,htd->hgct", queries, reading.keys[row].float())
+    n_new, total = queries.shape[2], reading.keys.shape[2]
+    at = torch.arange(total, device=scores.device)
+    position = torch.arange(total - n_new, total, device=scores.device)[:, None]
+    hidden = at > position
+    if reading.window is not None:
+        hidden = hidden | (at <= position - reading.window)
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvfit.fit.evaluate import arms
-from kvfit.fit.evaluate.attention import Reading, watched
+from kvfit.fit.evaluate.attention import Reading, Reads, watched
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, unrotate
@@ -111,80 +111,6 @@ def _all_and_heads(values: Tensor) -> Tensor:
     return torch.cat([by_head.sum(0, keepdim=True), by_head])
 
 
-class _Reads:
-    """One layer's reading of mapped keys and values, summed over documents."""
-
-    def __init__(self, n_heads: int, head_dim: int, device: torch.device) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=device)
-
-        self.n_queries = self.n_tokens = 0
-        self.cosine = zeros(n_heads)
-        self.queries, self.errors = zeros(n_heads, head_dim, head_dim), zeros(n_heads, head_dim, head_dim)
-        self.weighted, self.weights, self.squares = zeros(n_heads), zeros(n_heads), zeros(n_heads)
-
-    def add(self, reading: Reading, mapped: tuple[Tensor, Tensor], counted: slice) -> None:
-        """`mapped` (B, H, P, D) as the cache would hold them; of them only the tokens `counted` were mapped."""
-        n_new = reading.queries.shape[2]
-        n_heads = reading.keys.shape[1]
-        total = reading.keys.shape[2]
-        held = total - n_new  # a windowed layer has dropped the first ones
-        first = mapped[0].shape[2] - held
-        keys, values = (
-            torch.cat([part[:, :, first:].to(own), own[:, :, held:]], 2)
-            for part, own in zip(mapped, (reading.keys, reading.values), strict=True)
-        )
-        read = reading.attend(keys, values)
-        # (B, C, H_query, D) -> (H, B * C * group)
-        cosine = F.cosine_similarity(read.double(), reading.output.double(), dim=-1)
-        self.cosine += _grouped(cosine, 2, n_heads).transpose(0, 2).flatten(1).sum(1)
-        self.n_queries += cosine.numel() // n_heads
-        span = slice(max(counted.start - first, 0), counted.stop - first)
-        if span.stop <= span.start:
-            return
-        wrong = [(a - b)[:, :, span].double() for a, b in ((keys, reading.keys), (values, reading.values))]
-        self.n_tokens += wrong[0].shape[0] * wrong[0].shape[2]
-        self.errors += torch.einsum("bhtd,bhte->hde", wrong[0], wrong[0])
-        queries = _grouped(reading.queries.double(), 1, n_heads)  # (B, H, group, C, D)
-        self.queries += torch.einsum("bhgcd,bhgce->hde", queries, queries)
-        squares = wrong[1].square().sum(-1)  # (B, H, n)
-        self.squares += squares.sum((0, 2))
-        for row in range(len(keys)):  # the attention of one document at a time: it is the largest thing here
-            weights = _attention(reading, row, n_heads)[..., span].double().square().sum((1, 2))  # (H, n)
-            self.weighted += (weights * squares[row]).sum(1)
-            self.weights += weights.sum(1)
-
-    def measures(self) -> dict[str, Tensor]:
-        """(1 + H,) each."""
-        trace = torch.einsum("hde,hde->h", self.queries, self.errors)
-        plain = self.queries.diagonal(dim1=1, dim2=2).sum(1) * self.errors.diagonal(dim1=1, dim2=2).sum(1)
-        keys = self.errors.shape[1] * trace / plain
-        values = (self.weighted / self.weights) / (self.squares / max(self.n_tokens, 1))
-        cosine = self.cosine / max(self.n_queries, 1)
-        return {
-            name: torch.cat([found.mean(0, keepdim=True), found])
-            for name, found in (("keys", keys), ("values", values), ("attention", cosine))
-        }
-
-
-def _grouped(values: Tensor, dim: int, n_heads: int) -> Tensor:
-    """Dimension `dim` of query heads as two: key/value heads and the query heads that read each."""
-    return values.reshape(*values.shape[:dim], n_heads, -1, *values.shape[dim + 1 :])
-
-
-def _attention(reading: Reading, row: int, n_heads: int) -> Tensor:
-    """(H, group, C, T) the target's own attention weights of one document (sinks and soft caps are left out)."""
-    queries = _grouped(reading.queries[row].float(), 0, n_heads)  # (H, group, C, D)
-    scores = reading.scaling * torch.einsum("hgcd,htd->hgct", queries, reading.keys[row].float())
-    n_new, total = queries.shape[2], reading.keys.shape[2]
-    at = torch.arange(total, device=scores.device)
-    position = torch.arange(total - n_new, total, device=scores.device)[:, None]
-    hidden = at > position
-    if reading.window is not None:
-        hidden = hidden | (at <= position - reading.window)
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1)
-
-
 @torch.no_grad()
 def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) -> Diagnosis:
     """Measure a map per layer and head.
@@ -201,7 +127,7 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
     counted = slice(head, max(head, covered - pair.exact_tail))
     moments: dict[tuple[str, int], _Moments] = {}
     order = {kind: _Order() for kind in KINDS}
-    reads: dict[int, _Reads] = {}
+    reads: dict[int, Reads] = {}
     rotated = None
     if any(spec.target.rope.tables):
         rotated = Mapper(replace(spec, keys_rotated=True), pair.mapper._weights, basis=pair.mapper._basis)
@@ -263,13 +189,13 @@ def _read(
     in_use: list[tuple[Tensor, ...]],
     new_ids: Tensor,
     counted: slice,
-    reads: dict[int, _Reads],
+    reads: dict[int, Reads],
 ) -> None:
     """Run the new tokens on the target's own cache, and let every layer read the mapped one beside it."""
 
     def on_reading(reading: Reading) -> None:
         if reading.layer_index not in reads:
-            reads[reading.layer_index] = _Reads(reading.keys.shape[1], reading.keys.shape[3], reading.keys.device)
+            reads[reading.layer_index] = Reads(reading.keys.shape[1], reading.keys.shape[3], reading.keys.device)
         reads[reading.layer_index].add(reading, in_use[reading.layer_index], counted)  # type: ignore[arg-type]
 
     with watched(pair.target, on_reading):

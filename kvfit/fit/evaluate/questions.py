@@ -41,7 +41,6 @@ WORDS = (
 ).split()
 CARVINGS = "walnut ivory granite bone amber cedar ebony jade slate horn chalk oak".split()
 DISHES = "soup trout bread honey cheese plums lentils olives porridge figs mutton pancakes".split()
-# Syllables of invented names.
 HEADS = "Bel Cru Dro Fen Gra Hol Jas Kel Lum Mor Nev Pli Quo Ras Stu Tre Urm Vax Wil Yed".split()
 TAILS = "badin dovar fenna grith kessel lomir mundo nash pirel quist rosk stine tavel vonda wick xanto yora zeph".split()
 
@@ -170,7 +169,7 @@ def _two_hop(rng: random.Random, n_entries: int) -> _Planted:
 
 
 def _invented(rng: random.Random, count: int) -> list[str]:
-    """Different names that no text has."""
+    """Different names that no text has, of two parts."""
     return rng.sample([head + tail for head in HEADS for tail in TAILS], count)
 
 
