@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from kvfit.fit.evaluate.verdict import Reasons, Thresholds, control_lead, judge,
 from kvfit.fit.solve.solve import solve
 from kvfit.runtime.mapper import Mapper
 
+# Keys from keys and values from values, so that what is spoiled in one kind shows in that kind.
+SEPARATE = replace(PLAIN, inputs="same", lexical="none")
 QUICK = Options(
     prefix=192, continuation=64, documents=8, probes=10, probe_kinds=("names",), greedy=0, diagnose=4, seconds=0, transcripts=0,
     resamples=500,
@@ -235,7 +238,7 @@ def good(weaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
     options = CaptureOptions(num_sequences=40, seq_len=256, token_stride=1, holdout=0.2)
     capture(str(weaker), "demo:target", folder / "pair.zarr", text=TextOptions("demo:text"), options=options, progress=False)
-    return solve(folder / "pair.zarr", folder / "bundle", options=PLAIN, progress=False).bundle
+    return solve(folder / "pair.zarr", folder / "bundle", options=SEPARATE, progress=False).bundle
 
 
 def evaluated(bundle: Path, source: Path | None = None) -> dict[str, Any]:
