@@ -53,7 +53,7 @@ class Step:
 
 STEPS = (
     Step(
-        "8 best layers, like kinds, no gain",
+        "8 best layers or all, like kinds, no gain",
         "text",
         {"inputs": "same", "lexical": "none", "rank": "none", "top_k": 8, "gain": "none"},
     ),
@@ -173,6 +173,7 @@ class Study:
                 recompute=recompute,
                 batch_size=given.batch,
                 diagnose=0,
+                seconds=0 if given.no_times else evaluating.Options.seconds,
             )
             print(f"evaluating {step.name}, {recompute:.0%} recomputed", flush=True)
             text = TextOptions(given.heldout)
@@ -195,8 +196,10 @@ def described(bundle: Path, report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def line(name: str, found: dict[str, Any], way: dict[str, Any], kinds: list[str], *, of_map: bool = True) -> str:
-    """One row of the table."""
+def line(
+    name: str, found: dict[str, Any], way: dict[str, Any], kinds: list[str], *, of_map: bool = True, timed: bool = True
+) -> str:
+    """One row of the table; without `of_map` it is about no map, without `timed` it ends before the time."""
     low, high = (value if value is not None else float("nan") for value in way["interval"])
     recall = []
     for kind in kinds:
@@ -212,7 +215,7 @@ def line(name: str, found: dict[str, Any], way: dict[str, Any], kinds: list[str]
         f"{found['nbytes'] / 1e6:.0f}" if of_map else "",
         "" if way["share_of_work"] is None else f"{way['share_of_work']:.1%}",
         "" if way["milliseconds"] is None else f"{way['milliseconds']:.1f}",
-    ]
+    ][: None if timed else -1]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -226,22 +229,27 @@ def page(study: Study, found: list[tuple[Step, float, dict[str, Any]]]) -> str:
     """The text of docs/quality.md."""
     given, last = study.given, found[-1][2]
     kinds = list(dict.fromkeys(kind for _, _, one in found for way in one["ways"] for kind in way["recall_by_kind"]))
-    head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", *kinds, "MB", "work", "ms"]
+    head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", *kinds, "MB", "work", "ms"][
+        : -1 if given.no_times else None
+    ]
+    timed = not given.no_times
     lines = [
-        line(f"{step.name}{_recomputed(way['way'], share)}", one, way, kinds)
+        line(f"{step.name}{_recomputed(way['way'], share)}", one, way, kinds, timed=timed)
         for step, share, one in found
         for way in one["ways"]
         if way["way"] in ("handoff", "auto") and not (way["way"] == "auto" and share)
     ]
     others = ("native", "source", "no_context", "mean", "shuffled")
-    lines += [line(way["label"], last, way, kinds, of_map=False) for way in last["ways"] if way["way"] in others]
+    lines += [line(way["label"], last, way, kinds, of_map=False, timed=timed) for way in last["ways"] if way["way"] in others]
     n_mix = given.sequences + study.n_facts
     return "\n".join([
         "# What each step brings",
         "",
-        f"Made by `scripts/quality_table.py` for {Path(given.source).name} -> {Path(given.target).name}; do not edit.",
+        "This page shows what each way of fitting a map brings on one pair of models, with its cost in the same row. It was "
+        f"made by `scripts/quality_table.py` for {Path(given.source).name} -> {Path(given.target).name}. Run it on your own "
+        "pair, and do not edit the page.",
         "",
-        f"Maps fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (every token_stride "
+        f"Maps fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (one token in "
         f"{given.token_stride}), or {n_mix} with facts text. Judged on {last['tokens']['documents']} documents that no "
         f"map has seen: {given.prefix} tokens of context, {given.continuation} scored; {given.questions} questions a kind. "
         "The first token is exact in every row.",
@@ -249,7 +257,7 @@ def page(study: Study, found: list[tuple[Step, float, dict[str, Any]]]) -> str:
         "R2: mean over target layers on the holdout split, before the gain. Share of gap: of the likelihood between the source "
         "alone and the target with its own cache, with a 95 % interval over documents. KL: nats per token from the target with "
         "its own cache. Recall: exact answers, and the mean log-probability of the answer's tokens. Work: operations as a "
-        "share of the target's prefill. Ms: for one context on the machine that made the table.",
+        f"share of the target's prefill.{' Ms: for one context on the machine that made the table.' if timed else ''}",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "---|" * len(head),
@@ -274,6 +282,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--facts-share", type=float, default=0.25, help="of the mixed calibration; default 0.25")
     parser.add_argument("--holdout", type=float, default=0.1, help="share of the sequences that choose penalties; default 0.1")
+    parser.add_argument("--no-times", action="store_true", help="for a machine that does other things at the same time")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the steps to make, from 0; default all")
     return parser.parse_args()
 

@@ -30,6 +30,7 @@ def given(work: Path, **changes: Any) -> argparse.Namespace:
         "source": "demo:source", "target": "demo:target", "text": "demo:text", "heldout": "demo:heldout", "work": str(work),
         "sequences": 30, "seq_len": 64, "token_stride": 1, "prefix": 48, "continuation": 16, "documents": 4, "questions": 2,
         "batch": 4, "refine_sequences": 8, "refine_steps": 2, "facts_share": 0.25, "holdout": 0.1,
+        "no_times": False,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
@@ -66,6 +67,9 @@ def test_the_page_has_a_row_a_step_and_the_ways_to_compare_with(script: ModuleTy
     assert [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]] == names
     assert rows[1] == "| a map | 0.750 / 0.500 | 2.000 | 50% (25% to 75%) | 0.125 | 75% (-0.50) | 3 | 3.0% | 12.3 |"
     assert len({row.count(" | ") for row in rows}) == 1
+    untimed = script.page(script.Study(given(tmp_path, no_times=True)), [(step, 0.0, found)])
+    assert "12.3" not in untimed
+    assert "| a map | 0.750 / 0.500 | 2.000 | 50% (25% to 75%) | 0.125 | 75% (-0.50) | 3 | 3.0% |" in untimed.splitlines()
 
 
 @pytest.mark.parametrize(("sequences", "share", "count"), [(30, 0.25, 10), (90, 0.1, 10), (4, 0.01, 2)])
