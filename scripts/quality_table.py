@@ -52,11 +52,7 @@ class Step:
 
 
 STEPS = (
-    Step(
-        "8 best layers or all, like kinds, no gain",
-        "text",
-        {"inputs": "same", "lexical": "none", "rank": "none", "top_k": 8, "gain": "none"},
-    ),
+    Step("8 best layers or all, like kinds, no gain", "text", {**PLAIN, "inputs": "same", "top_k": 8, "gain": "none"}),
     Step("all layers, keys and values, no gain", "text", {**PLAIN, "gain": "none"}),
     Step("+ gain", "text", PLAIN),
     Step("+ target layer 0", "text", {**PLAIN, "lexical": "auto"}),
@@ -130,24 +126,11 @@ class Study:
         if step.start is None:
             return self.made(path, lambda out: self.solved(step, out))
         start = self.bundle(next(other for other in STEPS if other.name == step.start))
-        options_of_refine = refining.Options(
-            num_sequences=self.given.refine_sequences,
-            seq_len=self.given.seq_len,
-            schedule=refining.Schedule(steps=self.given.refine_steps),
-        )
-
-        def make(out: Path) -> None:
-            found = refining.refine(
-                start,
-                out,
-                texts=(self.text, self.facts),
-                source=self.given.source,
-                target=self.given.target,
-                options=options_of_refine,
-            )
-            print(found, flush=True)
-
-        return self.made(path, make)
+        given = self.given
+        schedule = refining.Schedule(steps=given.refine_steps)
+        options = refining.Options(num_sequences=given.refine_sequences, seq_len=given.seq_len, schedule=schedule)
+        texts, refs = (self.text, self.facts), {"source": given.source, "target": given.target}
+        return self.made(path, lambda out: print(refining.refine(start, out, texts=texts, options=options, **refs), flush=True))
 
     def solved(self, step: Step, out: Path) -> None:
         """Solve a step's maps; a source with fewer layers than are asked for gives them all."""
