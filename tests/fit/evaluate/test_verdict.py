@@ -304,7 +304,8 @@ def test_layers_in_another_order_fail(good: Path, weaker: Path, tmp_path: Path) 
 def test_keys_fitted_rotated_and_applied_unrotated_fail(demo: dict[str, Any], tmp_path: Path) -> None:
     """The position bug that likelihood hides: whatever likelihood says, the reason names the rotation."""
     source, target = models.load("demo:source"), models.load("demo:target")
-    fitted_right = Path(demo["bundle"])
+    # A map of its own per layer, which can be replaced one by one.
+    fitted_right = solve(Path(demo["store"]), tmp_path / "right", options=SEPARATE, progress=False).bundle
     mapper = Mapper.from_bundle(Bundle.open(fitted_right))
     pair = arms.Pair(source.model, target.model, mapper)
     texts = [text for text, _ in zip(documents(TextOptions("demo:text")), range(24), strict=False)]
