@@ -84,7 +84,7 @@ def test_the_whole_job_once_and_again(tmp_path: Path, monkeypatch: pytest.Monkey
     bundle = Bundle.open(tmp_path / "bundle")
     assert bundle.verdict == "fail"
     job = fit.read_job(tmp_path / "bundle" / "fit.yaml")
-    assert job.parts["capture"] == {"dataset": "demo:text", "num-sequences": "24", "seq-len": "128"}
+    assert job.parts["capture"] == {"dataset": ["demo:text"], "num-sequences": "24", "seq-len": "128"}
     monkeypatch.setattr("kvfit.fit.capture.capture.capture", None)
     monkeypatch.setattr("kvfit.fit.solve.solve.solve", None)
     again = run(*words)
