@@ -29,9 +29,9 @@ EVALUATION = evaluate.Options(
     documents=96,
     probe_kinds=("names",),
     recompute=RECOMPUTE,
-    greedy=32,
+    greedy=16,
     diagnose=4,
-    seconds=20.0,
+    seconds=10.0,
     time_tokens=1536,
     thresholds=evaluate.Thresholds(speed=0.0),
 )
@@ -195,7 +195,7 @@ def _table(report: dict[str, Any]) -> str:
         "  from kvfit import handoff, load_mapper",
         f"  mapper = load_mapper({report['bundle']!r}{gate})",
         f"  moved = handoff(mapper, target_model, input_ids, source_cache, recompute={RECOMPUTE}, guide=source_model)",
-        "  target_model.generate(input_ids, cache=moved.cache)",
+        "  moved.generate(max_new_tokens=24)",
     ]
     return "\n".join(lines)
 

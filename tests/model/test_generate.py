@@ -14,7 +14,8 @@ from kvfit.model.generate import generate
 
 BY_NAME = {family.name: family for family in FAMILIES + UNLISTED}
 LENGTH, HELD, NEW = 20, 11, 20
-NEWER = int(metadata.version("transformers").split(".")[0]) >= 5
+VERSION = tuple(int(part) for part in metadata.version("transformers").split(".")[:2])
+NEWER = VERSION >= (5, 0)
 
 
 def prompt(batch: int = 1, n_tokens: int = LENGTH) -> Tensor:
@@ -68,7 +69,8 @@ def test_every_mode_is_plain_generate(name: str, mode: str) -> None:
     model, ids = build(BY_NAME[name]), prompt(2)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    if mode == "chunked prefill" and not NEWER:  # version 4 begins its chunks at the first token
+    # 4.57 and 5.19 begin their chunks at the first token, so kvfit refuses there; 5.24 begins at the first that is not cached.
+    if mode == "chunked prefill" and VERSION < (5, 24):
         with pytest.raises(MismatchError, match="prefill_chunk_size"):
             same_as_plain(model, ids, mask=mask, **MODES[mode])
         return
