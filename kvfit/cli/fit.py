@@ -120,7 +120,7 @@ def parse_options(words: Sequence[str], commands: Mapping[str, click.Command]) -
         if not word.startswith("--"):
             raise OptionError(f"found {word!r} after the two models, needed an option that begins with --")
         part, name = _home(word[2:], commands)
-        option = _option(commands[part], name)
+        option = _names(commands[part])[name]
         if option.is_flag:
             value: Any = True
         elif attached:
@@ -154,21 +154,24 @@ def _names(command: click.Command) -> dict[str, click.Option]:
     return {name[2:]: option for option in options for name in option.opts if name.startswith("--")}
 
 
-def _option(command: click.Command, name: str) -> click.Option:
-    return _names(command)[name]
-
-
 def words_of(values: Values, command: click.Command, part: str) -> list[str]:
     """A part's options as words of its command line.
 
     Raises:
         OptionError: an option that the part does not have, or that the job sets by itself.
     """
+    names = _names(command)
+    for name in values:
+        if name in OWN[part] or name not in names:
+            raise OptionError(f"{part}: found the option {name!r}, needed one of kvfit {part} --help that fit leaves to you")
+    return _as_words(values)
+
+
+def _as_words(values: Values) -> list[str]:
+    """Options as words of a command line: a flag alone or not at all, a list as the option given several times."""
     words: list[str] = []
     for name, value in values.items():
-        if name in OWN[part] or name not in _names(command):
-            raise OptionError(f"{part}: found the option {name!r}, needed one of kvfit {part} --help that fit leaves to you")
-        if value is True or value is False:
+        if isinstance(value, bool):
             words += [f"--{name}"] if value else []
         else:
             for item in value if isinstance(value, list) else [value]:
@@ -276,13 +279,10 @@ def _evaluate(job: Job, bundle: Path, work: Path, words: list[str], command: cli
 
 def _plan(job: Job, command: click.Command) -> None:
     """Print what the job will take; what `plan` cannot say stops nothing, because the parts check again."""
-    shared = {name: value for name, value in job.parts.get("capture", {}).items() if name in _names(command)}
-    words = [job.source, job.target]
-    for name, value in shared.items():
-        for item in value if isinstance(value, list) else [value]:
-            words += [f"--{name}"] if item is True else [f"--{name}", str(item)]
+    names = _names(command)
+    shared = {name: value for name, value in job.parts.get("capture", {}).items() if name in names}
     try:
-        _run(command, words)
+        _run(command, [job.source, job.target, *_as_words(shared)])
     except (KvfitError, click.ClickException) as error:
         click.echo(f"kvfit fit: no plan ({error})", err=True)
 

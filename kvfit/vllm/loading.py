@@ -31,7 +31,7 @@ class Loader:
     """
 
     def __init__(self, mapper: Mapper, engine: Engine, store: Store, content: str | None, options: ConnectorOptions) -> None:
-        """Load what a source has stored whose weights have the digest `content`; any, where that is None."""
+        """Load entries of sources whose weights have the digest `content`, or of any source where it is None."""
         self._mapper = mapper.to(engine.device, engine.dtype)
         self._engine, self._store, self._content, self._options = engine, store, content, options
         self._logged: set[str] = set()
