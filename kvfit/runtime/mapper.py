@@ -12,6 +12,7 @@ Source: Heo et al., arXiv:2608.03893, section 3.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -79,6 +80,23 @@ class Mapper:
         self._maps = Maps(spec, self._weights, basis, Tables(spec))
         self._columns: dict[tuple[int, ...], Columns] = {}
         self._models = KnownModels(spec)
+
+    @classmethod
+    def from_pretrained(cls, ref: str | Path, **options: Any) -> Mapper:
+        """`kvfit.load_mapper` under the name that the Hub's libraries give such a call.
+
+        To publish, push a bundle: a mapper in memory has no recipe, no evaluation and no digests.
+
+        Args:
+            ref: a folder, or ``org/name`` or ``org/name@revision`` on the Hub.
+            options: those of `kvfit.load_mapper`, such as ``revision``, ``device`` and ``local_files_only``.
+
+        Raises:
+            KvfitError: as `kvfit.load_mapper`.
+        """
+        from kvfit import load_mapper  # by its public name, like any caller: the runtime knows nothing of the Hub
+
+        return load_mapper(ref, **options)
 
     @classmethod
     def from_bundle(

@@ -11,10 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from bundle_factory import evaluated_bundle, evaluation, make_bundle, mapper_spec
 from hub_server import Fault, File, Hub, running_hub
 
-from kvfit import load_mapper
+from kvfit import Mapper, load_mapper
 from kvfit.bundle.bundle import Bundle, add_files
 from kvfit.errors import BundleError, GateError, MismatchError, RefError
 from kvfit.hub.card import MARK
@@ -85,6 +86,27 @@ def test_push_then_tag_then_load(hub, bundle):
     check = verify(f"{NAME}@v1")
     assert (check.verdict, check.files) == ("pass", 6)
     assert "sound" in str(check)
+
+
+def test_from_pretrained_is_load_mapper(hub, bundle, tmp_path):
+    push(bundle, NAME, tag="v1")
+    failed = evaluated_bundle(tmp_path / "failed", verdict="fail")
+    push(failed, NAME, tag="v2", require="any")
+    assert set(hub.repositories[NAME].tags) == {"v1", "v2"}
+    first = Mapper.from_pretrained(NAME, revision="v1", dtype=torch.float64)
+    expected = load_mapper(f"{NAME}@v1", dtype=torch.float64)
+    assert (first.spec, first.verdict) == (expected.spec, "pass")
+    assert first._weights.keys() == expected._weights.keys()
+    for key, (weight, bias) in first._weights.items():
+        assert weight.dtype == torch.float64
+        assert torch.equal(weight, expected._weights[key][0])
+        assert torch.equal(bias, expected._weights[key][1])
+    with pytest.raises(GateError):
+        Mapper.from_pretrained(NAME)
+    assert Mapper.from_pretrained(NAME, require="any").verdict == "fail"
+    assert Mapper.from_pretrained(bundle).verdict == "pass"
+    with pytest.raises(RefError, match="missing"):
+        Mapper.from_pretrained("org/absent")
 
 
 def test_a_second_push_changes_nothing_and_succeeds(hub, bundle):
