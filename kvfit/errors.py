@@ -37,6 +37,14 @@ class SolveError(KvfitError, ArithmeticError):
     """A linear system that has no trustworthy solution; names the layer and the kind."""
 
 
+class SpecError(KvfitError, ValueError):
+    """A value of a spec or a record that is not allowed; `field` is its dotted path, `found` and `needed` say what is wrong."""
+
+    def __init__(self, field: str, found: str, needed: str) -> None:
+        self.field, self.found, self.needed = field, found, needed
+        super().__init__(f"field {field or '<top>'}: found {found}, needed {needed}")
+
+
 class BundleError(KvfitError, ValueError):
     """A bundle that is torn, altered, hostile, or of a newer format; names the file and the field."""
 

@@ -1,21 +1,16 @@
-"""What a model, its rotary embedding and a mapper are, as frozen values with strict JSON.
+"""What a model, its rotary embedding and a mapper are, as frozen values.
 
-Nothing here touches a model or a file. Reading a spec refuses what it does not know: an unknown key, a missing key, a
-value of another type. So a spec that was read means the same as the one that was written.
+Nothing here touches a model or a file. `kvfit.bundle.records` writes these values as JSON and reads them back.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from kvfit.errors import KvfitError
+from kvfit.errors import SpecError
 
 FORMAT_VERSION = 2
 
@@ -25,18 +20,8 @@ Support = Literal["full", "head"]
 Inputs = Literal["same", "both"]
 Pairing = Literal["half", "interleaved"]
 
-T = TypeVar("T")
-
-# Of fields that documents written before they existed do not have; None is not written either.
+# Records written before a field existed do not have it. None is not written either.
 _MAY_BE_ABSENT = {"may_be_absent": True}
-
-
-class SpecError(KvfitError, ValueError):
-    """A spec that cannot be read; `field` is the dotted path of the value at fault, `found` and `needed` say what is wrong."""
-
-    def __init__(self, field: str, found: str, needed: str) -> None:
-        self.field, self.found, self.needed = field, found, needed
-        super().__init__(f"field {field or '<top>'}: found {found}, needed {needed}")
 
 
 @dataclass(frozen=True)
@@ -282,90 +267,3 @@ class MapperSpec:
         if self.support == "full":
             return (width, self.target.width)
         return (self.target.n_heads, width, self.target.head_dim)
-
-
-def read_mapper_spec(document: Mapping[str, Any]) -> MapperSpec:
-    """The mapper spec of a parsed document of any format version that this kvfit reads.
-
-    Raises:
-        SpecError: names the field.
-    """
-    if document.get("format_version") == 1:
-        for name in ("lexical_lags", "rank"):
-            if name in document:
-                raise SpecError(name, "an unknown key", "only the fields of format version 1")
-        for role, name in itertools.product(("source", "target"), ("content", "tokenization_digest")):
-            if isinstance(document.get(role), Mapping) and name in document[role]:
-                raise SpecError(f"{role}.{name}", "an unknown key", "only the fields of format version 1")
-        document = {**document, "lexical_lags": [], "rank": None}
-    return from_json(MapperSpec, document)
-
-
-def to_json(value: Any) -> Any:
-    """A spec as JSON values: dataclasses become objects, tuples become arrays."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        items = {item.name: (getattr(value, item.name), item) for item in dataclasses.fields(value)}
-        return {name: to_json(found) for name, (found, item) in items.items() if found is not None or not item.metadata}
-    if isinstance(value, tuple):
-        return [to_json(item) for item in value]
-    return value
-
-
-def from_json(cls: type[T], value: Any, field: str = "") -> T:
-    """The spec of type `cls` that `to_json` wrote.
-
-    Raises:
-        SpecError: unknown or missing keys, or a value of another type; names the field.
-    """
-    return typing.cast(T, _read(cls, value, field))
-
-
-def _read(wanted: Any, value: Any, field: str) -> Any:
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
-    if dataclasses.is_dataclass(wanted) and isinstance(wanted, type):
-        return _read_dataclass(wanted, value, field)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise SpecError(field, type(value).__name__, "an array")
-        return tuple(_read(arguments[0], item, f"{field}[{index}]") for index, item in enumerate(value))
-    if origin is Literal:
-        if not any(value == option and type(value) is type(option) for option in arguments):
-            raise SpecError(field, repr(value)[:80], "one of " + ", ".join(map(str, arguments)))
-        return value
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _read(next(option for option in arguments if option is not type(None)), value, field)
-    if wanted is float and type(value) in (int, float):
-        try:
-            number = float(value)
-        except OverflowError:
-            raise SpecError(field, "an integer beyond a double", "a finite number") from None
-        if not math.isfinite(number):
-            raise SpecError(field, str(value), "a finite number")
-        return number
-    if type(value) is not wanted:
-        raise SpecError(field, type(value).__name__, wanted.__name__)
-    if wanted is str and not value.isprintable():
-        # Control characters would reach terminals and cards, and half of a surrogate pair cannot be written at all.
-        raise SpecError(field, ascii(value)[:80], "printable characters")
-    return value
-
-
-def _read_dataclass(cls: type, value: Any, field: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise SpecError(field, type(value).__name__, f"an object ({cls.__name__})")
-    hints = typing.get_type_hints(cls)
-    needed = {item.name for item in dataclasses.fields(cls) if not item.metadata}
-    unknown, missing = sorted(set(value) - set(hints)), sorted(needed - set(value))
-    if unknown:
-        name = unknown[0] if unknown[0].isprintable() else ascii(unknown[0])
-        raise SpecError(f"{field}.{name[:80]}".lstrip("."), "an unknown key", f"only {', '.join(hints)}")
-    if missing:
-        raise SpecError(f"{field}.{missing[0]}".lstrip("."), "nothing", "a value")
-    read = {name: _read(hints[name], value[name], f"{field}.{name}".lstrip(".")) for name in hints if name in value}
-    try:
-        return cls(**read)
-    except SpecError as error:
-        prefix = f"{field}." if field and not error.field.startswith(field) else ""
-        raise SpecError(prefix + error.field, error.found, error.needed) from None

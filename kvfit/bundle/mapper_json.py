@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvfit.bundle import records
 from kvfit.bundle import weights as shards
-from kvfit.errors import BundleError
-from kvfit.spec import FORMAT_VERSION, MapperSpec, SpecError, from_json, read_mapper_spec, to_json
+from kvfit.bundle.records import from_json, to_json
+from kvfit.errors import BundleError, SpecError
+from kvfit.spec import FORMAT_VERSION, MapperSpec
 
 ROLES = ("source", "target")
 
@@ -61,6 +63,23 @@ def read_spec(document: dict[str, Any], folder: Path, tensors: Mapping[str, shar
     except SpecError as error:
         raise BundleError(f"file mapper.json, {records.one_line(error)}") from None
     return spec
+
+
+def read_mapper_spec(document: Mapping[str, Any]) -> MapperSpec:
+    """The mapper spec of a parsed document of any format version that this kvfit reads.
+
+    Raises:
+        SpecError: names the field.
+    """
+    if document.get("format_version") == 1:
+        for name in ("lexical_lags", "rank"):
+            if name in document:
+                raise SpecError(name, "an unknown key", "only the fields of format version 1")
+        for role, name in itertools.product(("source", "target"), ("content", "tokenization_digest")):
+            if isinstance(document.get(role), Mapping) and name in document[role]:
+                raise SpecError(f"{role}.{name}", "an unknown key", "only the fields of format version 1")
+        document = {**document, "lexical_lags": [], "rank": None}
+    return from_json(MapperSpec, document)
 
 
 def check_version(document: dict[str, Any], where: str = "file mapper.json") -> None:

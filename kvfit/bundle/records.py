@@ -3,23 +3,33 @@
 A record here means one thing to every program. Python's own reader takes the last of two equal keys, reads ``NaN``, makes
 gigabytes of a few megabytes of ``[]``, and accepts text that cannot be printed; all of that is refused. Every refusal is a
 `ValueError` of one line, which the caller turns into the error of its room by adding the file's name.
+
+`from_json` reads a record as a frozen dataclass and refuses what the dataclass does not know: an unknown key, a missing key, a
+value of another type. So a value that was read means the same as the one that was written.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 import stat
 import sys
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
+
+from kvfit.errors import SpecError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 MAX_VALUES = 400_000  # some 200 MB of Python objects at worst
@@ -68,6 +78,25 @@ def dump_json(value: Any, *, sort_keys: bool = True) -> bytes:
     """
     _check(value)
     return (json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def to_json(value: Any) -> Any:
+    """A spec as JSON values: dataclasses become objects, tuples become arrays."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {item.name: (getattr(value, item.name), item) for item in dataclasses.fields(value)}
+        return {name: to_json(found) for name, (found, item) in items.items() if found is not None or not item.metadata}
+    if isinstance(value, tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(cls: type[T], value: Any, field: str = "") -> T:
+    """The spec of type `cls` that `to_json` wrote.
+
+    Raises:
+        SpecError: unknown or missing keys, or a value of another type; names the field.
+    """
+    return typing.cast(T, _read(cls, value, field))
 
 
 def read_capped(path: Path, limit: int) -> bytes:
@@ -171,3 +200,54 @@ def _check_scalar(value: Any) -> None:
 def _check_text(text: str) -> None:
     if _SURROGATE.search(text):
         raise ValueError(f"half of a surrogate pair in {text[:40]!r}")
+
+
+def _read(wanted: Any, value: Any, field: str) -> Any:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if dataclasses.is_dataclass(wanted) and isinstance(wanted, type):
+        return _read_dataclass(wanted, value, field)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise SpecError(field, type(value).__name__, "an array")
+        return tuple(_read(arguments[0], item, f"{field}[{index}]") for index, item in enumerate(value))
+    if origin is Literal:
+        if not any(value == option and type(value) is type(option) for option in arguments):
+            raise SpecError(field, repr(value)[:80], "one of " + ", ".join(map(str, arguments)))
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _read(next(option for option in arguments if option is not type(None)), value, field)
+    if wanted is float and type(value) in (int, float):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise SpecError(field, "an integer beyond a double", "a finite number") from None
+        if not math.isfinite(number):
+            raise SpecError(field, str(value), "a finite number")
+        return number
+    if type(value) is not wanted:
+        raise SpecError(field, type(value).__name__, wanted.__name__)
+    if wanted is str and not value.isprintable():
+        # Control characters would reach terminals and cards, and half of a surrogate pair cannot be written at all.
+        raise SpecError(field, ascii(value)[:80], "printable characters")
+    return value
+
+
+def _read_dataclass(cls: type, value: Any, field: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise SpecError(field, type(value).__name__, f"an object ({cls.__name__})")
+    hints = typing.get_type_hints(cls)
+    needed = {item.name for item in dataclasses.fields(cls) if not item.metadata}
+    unknown, missing = sorted(set(value) - set(hints)), sorted(needed - set(value))
+    if unknown:
+        name = unknown[0] if unknown[0].isprintable() else ascii(unknown[0])
+        raise SpecError(f"{field}.{name[:80]}".lstrip("."), "an unknown key", f"only {', '.join(hints)}")
+    if missing:
+        raise SpecError(f"{field}.{missing[0]}".lstrip("."), "nothing", "a value")
+    read = {name: _read(hints[name], value[name], f"{field}.{name}".lstrip(".")) for name in hints if name in value}
+    try:
+        return cls(**read)
+    except SpecError as error:
+        prefix = f"{field}." if field and not error.field.startswith(field) else ""
+        raise SpecError(prefix + error.field, error.found, error.needed) from None

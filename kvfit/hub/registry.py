@@ -17,10 +17,11 @@ from typing import Any, Literal
 
 from kvfit.bundle import records
 from kvfit.bundle.bundle import Bundle
-from kvfit.errors import BundleError, RefError
+from kvfit.bundle.records import from_json
+from kvfit.errors import BundleError, RefError, SpecError
 from kvfit.hub.quality import ways
 from kvfit.hub.refs import is_repository, is_tag, split_ref
-from kvfit.spec import FORMAT_VERSION, KINDS, SpecError, from_json
+from kvfit.spec import FORMAT_VERSION, KINDS
 
 SCHEMA = 1
 MAX_ENTRY = 64 << 10

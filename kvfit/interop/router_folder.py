@@ -20,7 +20,9 @@ from kvfit.bundle import mapper_json, records
 from kvfit.bundle import weights as shards
 from kvfit.bundle.bundle import Bundle
 from kvfit.bundle.files import write_file
-from kvfit.errors import BundleError, MismatchError
+from kvfit.bundle.mapper_json import read_mapper_spec
+from kvfit.bundle.records import to_json
+from kvfit.errors import BundleError, MismatchError, SpecError
 from kvfit.interop.semantic_router import (
     LETTERS,
     RouterManifest,
@@ -29,7 +31,7 @@ from kvfit.interop.semantic_router import (
     router_manifest,
     router_manifest_to_json,
 )
-from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec, SpecError, read_mapper_spec, to_json
+from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"

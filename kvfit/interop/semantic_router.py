@@ -11,9 +11,10 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvfit.errors import MismatchError
+from kvfit.bundle.records import from_json, to_json
+from kvfit.errors import MismatchError, SpecError
 from kvfit.hub.refs import is_repository
-from kvfit.spec import KINDS, Kind, MapperSpec, ModelSpec, SpecError, from_json, to_json
+from kvfit.spec import KINDS, Kind, MapperSpec, ModelSpec
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 LETTERS: dict[Kind, str] = {"keys": "k", "values": "v"}

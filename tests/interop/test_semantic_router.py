@@ -21,13 +21,14 @@ from made_mappers import Pairs, cache_of, content, random_pairs, same
 from router_folders import COMMITS, FOREIGN_SETS, SETS, THETAS, edit, foreign, make, pair, plain, side
 
 from kvfit.bundle.bundle import Bundle, add_files
+from kvfit.bundle.records import to_json
 from kvfit.cli import main as cli
 from kvfit.errors import BundleError, GateError, MismatchError
 from kvfit.fit.capture.models import Options
 from kvfit.interop.export_bundle import export_bundle
 from kvfit.interop.import_bundle import import_bundle
 from kvfit.runtime.mapper import Mapper
-from kvfit.spec import KINDS, LayerMap, RopeSpec, to_json
+from kvfit.spec import KINDS, LayerMap, RopeSpec
 
 ID = f"small-large-full_head-fp32-tp1-h2-s{COMMITS[0]}-t{COMMITS[1]}-b1"
 CPU = Options(device="cpu")

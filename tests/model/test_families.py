@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from zoo import FAMILIES, UNLISTED, VOCABULARY, Family, Tokenizer, build
 
+from kvfit.bundle.records import from_json, to_json
 from kvfit.fit.capture.selfcheck import self_check
 from kvfit.model import cache as caches
 from kvfit.model.identity import describe_model
 from kvfit.model.rope import angles, rotate, unrotate
-from kvfit.spec import ModelSpec, from_json, to_json
+from kvfit.spec import ModelSpec
 
 BY_NAME = {family.name: family for family in FAMILIES + UNLISTED}
 SPIED = [family for family in FAMILIES + UNLISTED if family.name != "gpt2"]

@@ -8,10 +8,12 @@ import pytest
 import torch
 from zoo import FAMILIES, VOCABULARY, Tokenizer, build
 
-from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.bundle.mapper_json import read_mapper_spec
+from kvfit.bundle.records import from_json, to_json
+from kvfit.errors import MismatchError, SpecError, UnsupportedModelError
 from kvfit.model.digests import config_digest, quantisation, tokenizer_fingerprint, weight_fingerprint
 from kvfit.model.identity import check_model, check_tokenizer, describe_model
-from kvfit.spec import ModelSpec, SpecError, from_json, read_mapper_spec, to_json
+from kvfit.spec import ModelSpec
 
 BY_NAME = {family.name: family for family in FAMILIES}
 

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kvfit.bundle.records import to_json
 from kvfit.errors import MismatchError, StoreError
 from kvfit.fit.stats import moments
 from kvfit.fit.stats.buffer import Activations, TokenBuffer
@@ -33,7 +34,7 @@ from kvfit.fit.stats.record import BadValue, Batches, Tokens, first_difference
 from kvfit.fit.stats.resident import ResidentBlocks, resident_bytes
 from kvfit.fit.stats.updater import BlockUpdater, working_bytes
 from kvfit.fit.stats.writer import StoreWriter
-from kvfit.spec import Inputs, ModelSpec, to_json
+from kvfit.spec import Inputs, ModelSpec
 
 LARGEST_BUFFER = 32_768  # tokens; more would only make commits rarer
 RESIDENT_BUFFER = 8192  # tokens with the blocks in memory; adding to the blocks then costs 2 % of the products

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit.bundle.records import value_at
+from kvfit.bundle.records import to_json, value_at
 from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.stats import digests, moments
 from kvfit.fit.stats.layout import SPLITS, BlockArray, Chunk, Layout, Part
 from kvfit.fit.stats.record import PART_FIELD, Array, Batches, Record, Tokens, first_difference
 from kvfit.fit.stats.store import Store
 from kvfit.fit.stats.writer import StoreWriter, building, publish, sync_tree
-from kvfit.spec import to_json
 
 # Fields of the recipe that say which text was read and in which portions; the numbers of different text add up all the same.
 WEIGHTS_FIELD = "weights"  # of a merged recipe: how much each text counts, where that is not 1 each

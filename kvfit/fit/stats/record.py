@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfit.bundle.files import sync_folder
-from kvfit.errors import StoreError
+from kvfit.bundle.records import from_json, to_json
+from kvfit.errors import SpecError, StoreError
 from kvfit.fit.stats.layout import SPLITS, BlockArray, Generation, Group, Layout, Part, StatsDtype, VectorArray, array_path
-from kvfit.spec import Inputs, ModelSpec, SpecError, from_json, to_json
+from kvfit.spec import Inputs, ModelSpec
 
 FORMAT_VERSION = 2
 RECORD_NAME = "commit.json"
