@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,18 @@ def check_target(
     if len(lengths) > 1:
         raise MismatchError(f"{name}: found layers of {sorted(lengths)} tokens, needed one length")
     return lengths.pop() if lengths else 0
+
+
+def check_layers(target: ModelSpec, layers: Iterable[int] | None) -> list[int]:
+    """The target layers that are asked for, ascending; None asks for all.
+
+    Raises:
+        MismatchError: the target does not have one of them.
+    """
+    chosen = list(range(target.n_layers)) if layers is None else sorted(set(layers))
+    if chosen and not 0 <= chosen[0] <= chosen[-1] < target.n_layers:
+        raise MismatchError(f"layers: found {chosen}, needed target layers of 0 to {target.n_layers - 1}")
+    return chosen
 
 
 def check_first_layer(target: ModelSpec, pair: Any, batch: int, total: int) -> tuple[Tensor, Tensor]:

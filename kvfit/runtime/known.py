@@ -8,10 +8,12 @@ from typing import Any, Literal
 
 import torch
 
+from kvfit.model.cache import cache_dtype
 from kvfit.model.decoder import layer_parameters, running_device, unwrapped
 from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import check_model, require_model
 from kvfit.model.stamp import WeightStamp
+from kvfit.runtime.maps import Place
 from kvfit.runtime.rewrite import check_rewrite, refuse_attention
 from kvfit.spec import MapperSpec, ModelSpec
 
@@ -69,17 +71,18 @@ class KnownModels:
             check_rewrite(model, self._spec.target.windows)
             self._rewrites.add(model)
 
-    def target_devices(self, target_model: Any) -> list[torch.device]:
-        """The device of each of the target's layers. The model's modules are walked once, and only looked at later."""
+    def places(self, target_model: Any) -> list[Place]:
+        """Where each of the target's layers caches. Its modules are walked once, and only looked at later."""
         model, n_layers = unwrapped(target_model), self._spec.target.n_layers
         if model not in self._layers:
             self._layers[model] = layer_parameters(model, n_layers)
         try:
-            found = [running_device(model, path, name) for path, name in self._layers[model]]
+            devices = [running_device(model, path, name) for path, name in self._layers[model]]
         except AttributeError:  # an adapter was put on or taken off
             self._layers[model] = layer_parameters(model, n_layers)
-            found = [running_device(model, path, name) for path, name in self._layers[model]]
-        return found or [torch.device("cpu")] * n_layers
+            devices = [running_device(model, path, name) for path, name in self._layers[model]]
+        dtype = cache_dtype(target_model)
+        return [Place(device, dtype) for device in devices or [torch.device("cpu")] * n_layers]
 
     def verify(self, role: Role, model: Any, *tokenizer: Any) -> None:
         """Check a model, and a tokenizer where one is given, whether it is known or not.

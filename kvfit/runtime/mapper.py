@@ -21,19 +21,20 @@ from torch import Tensor
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.identity import check_tokenizer
-from kvfit.runtime.checks import DTYPES, check_source, check_target
-from kvfit.runtime.features import Columns, Tables
+from kvfit.runtime.checks import check_layers, check_source, check_target
+from kvfit.runtime.features import Pairs
 from kvfit.runtime.known import KnownModels
 from kvfit.runtime.lexical import FreeLayer
-from kvfit.runtime.transfer import Maps, Moved, Place, Transfer
-from kvfit.spec import Kind, MapperSpec
+from kvfit.runtime.maps import Maps, Place, Weights
+from kvfit.runtime.transfer import LayerOptions, Moved, Transfer
+from kvfit.spec import MapperSpec
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from kvfit.bundle.bundle import Bundle
 
-Weights = Mapping[tuple[Kind, int], tuple[Tensor, Tensor]]
 Verdict = Literal["pass", "fail", "unknown"]
-Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Mapper:
@@ -46,6 +47,7 @@ class Mapper:
         verdict: of the bundle's evaluation: ``pass``, ``fail`` or ``unknown``.
         judged_recompute: share of the prefix that the target recomputed where the verdict was found. `handoff` warns where it
             is to recompute less.
+        maps: its weights in memory.
     """
 
     def __init__(
@@ -61,38 +63,26 @@ class Mapper:
 
         Args:
             spec: the mapper's spec.
-            weights: per (kind, mapped target layer), weight of `spec.weight_shape` and bias (G,); any device, one floating
-                dtype.
-            basis: the shared basis, of `spec.basis_shape` and the weights' dtype; None where `spec.rank` is None.
+            weights: weight and bias per (kind, mapped target layer), as `kvfit.runtime.maps.Maps` describes them.
+            basis: the shared basis; None where `spec.rank` is None.
             verdict: what the evaluation said.
             judged_recompute: the share recomputed where it said so.
 
         Raises:
-            MismatchError: a weight or the basis is missing or has another shape or dtype, or a bias lies on another device than
-                its weight.
+            MismatchError: weights or basis do not fit the spec or each other.
         """
-        _check_weights(spec, weights, basis)
         self.spec = spec
         self.verdict = verdict
         self.judged_recompute = judged_recompute
-        self._weights = dict(weights)
-        self._basis = basis
-        self._maps = Maps(spec, self._weights, basis, Tables(spec))
-        self._columns: dict[tuple[int, ...], Columns] = {}
+        self.maps = Maps(spec, dict(weights), basis)
         self._models = KnownModels(spec)
 
     @classmethod
     def from_pretrained(cls, ref: str | Path, **options: Any) -> Mapper:
         """`kvfit.load_mapper` under the name that the Hub's libraries give such a call.
 
-        To publish, push a bundle: a mapper in memory has no recipe, no evaluation and no digests.
-
-        Args:
-            ref: a folder, or ``org/name`` or ``org/name@revision`` on the Hub.
-            options: those of `kvfit.load_mapper`, such as ``revision``, ``device`` and ``local_files_only``.
-
-        Raises:
-            KvfitError: as `kvfit.load_mapper`.
+        Arguments and errors are those of `load_mapper`. To publish, push a bundle: a mapper in memory has no recipe, no
+        evaluation and no digests.
         """
         from kvfit import load_mapper  # by its public name, like any caller: the runtime knows nothing of the Hub
 
@@ -107,26 +97,23 @@ class Mapper:
         Raises:
             MismatchError: torch does not have `device` or cannot map in `dtype`.
         """
-        _require_place(device, dtype)
-        weights = {
-            (layer.kind, layer.layer_index): bundle.layer(layer.kind, layer.layer_index, device=device, dtype=dtype)
-            for layer in bundle.spec.layers
-        }
-        basis = bundle.basis(device=device, dtype=dtype)
-        return cls(bundle.spec, weights, basis=basis, verdict=bundle.verdict, judged_recompute=bundle.judged_recompute)
+        return cls._of(Maps.read(bundle, device, dtype), bundle.verdict, bundle.judged_recompute)
+
+    @classmethod
+    def _of(cls, maps: Maps, verdict: Verdict, judged_recompute: float) -> Mapper:
+        return cls(maps.spec, maps.weights, basis=maps.basis, verdict=verdict, judged_recompute=judged_recompute)
 
     def __repr__(self) -> str:
         source, target = self.spec.source, self.spec.target
         return f"Mapper({source.ref} -> {target.ref}, {source.n_layers} to {target.n_layers} layers, verdict {self.verdict})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self.spec, self._weights, self._basis, self.verdict, self.judged_recompute)
+        return Mapper._of, (self.maps, self.verdict, self.judged_recompute)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, biases and the basis in memory."""
-        of_basis = 0 if self._basis is None else self._basis.nbytes
-        return of_basis + sum(tensor.nbytes for pair in self._weights.values() for tensor in pair)
+        return self.maps.nbytes
 
     def to(self, device: torch.device | str | Sequence[torch.device] | None = None, dtype: torch.dtype | None = None) -> Mapper:
         """A mapper with its weights elsewhere.
@@ -138,20 +125,7 @@ class Mapper:
         Raises:
             MismatchError: torch does not have a device, or cannot map in the dtype.
         """
-        n_layers = self.spec.target.n_layers
-        devices = list(device) if isinstance(device, Sequence) and not isinstance(device, str) else [device] * n_layers
-        if len(devices) != n_layers:
-            raise MismatchError(f"device: found {len(devices)} devices, needed one, or {n_layers}: one per target layer")
-        for each in devices:
-            _require_place(each, dtype)
-        weights = {
-            key: (weight.to(device=devices[key[1]], dtype=dtype), bias.to(device=devices[key[1]], dtype=dtype))
-            for key, (weight, bias) in self._weights.items()
-        }
-        basis = None
-        if self._basis is not None:
-            basis = self._basis.to(device=devices[self.spec.mapped_layers[0]], dtype=dtype)
-        moved = Mapper(self.spec, weights, basis=basis, verdict=self.verdict, judged_recompute=self.judged_recompute)
+        moved = Mapper._of(self.maps.to(device, dtype), self.verdict, self.judged_recompute)
         moved._models = self._models.copy()
         return moved
 
@@ -243,15 +217,16 @@ class Mapper:
                 changed then.
         """
         pairs = caches.read_cache(source_cache)
-        chosen = self._chosen(layers)
+        chosen = check_layers(self.spec.target, layers)
         check_source(self.spec.source, pairs, positions)
         batch, _, total, _ = pairs[0][0].shape
         held = 0 if into is None else check_target(self.spec.target, into, batch, total, layers=chosen)
         if held > total:
             raise MismatchError(f"into: found {held} tokens, needed at most the {total} of the source cache: crop it first")
+        everywhere = self._places(pairs[0][0].dtype, target_model, into)
+        places = {layer_index: everywhere[layer_index] for layer_index in chosen}
         free = FreeLayer(target_model, input_ids, first_layer)
-        transfer = self._transfer(pairs, positions, held, free, self._places(pairs, chosen, into, target_model), chunk_tokens)
-        mapped = transfer.all_layers()
+        mapped = self._transfer(pairs, positions, held, free, places, chunk_tokens).all_layers()
         result = caches.new_cache(target_model) if into is None else into
         if total > held:
             for layer_index in chosen:
@@ -259,37 +234,16 @@ class Mapper:
         return result
 
     @torch.no_grad()
-    def transfer_layers(
-        self,
-        source_cache: Any,
-        *,
-        positions: Tensor | None = None,
-        start: int = 0,
-        target_model: Any = None,
-        input_ids: Tensor | None = None,
-        first_layer: tuple[Tensor, Tensor] | None = None,
-        chunk_tokens: int | None = None,
-    ) -> Pairs:
+    def transfer_layers(self, source_cache: Any, **options: Unpack[LayerOptions]) -> Pairs:
         """As `transfer`, but plain tensors of tokens `start` to T - 1.
 
         Returns:
             Per target layer keys and values, (B, H_target, T - start, D).
         """
-        free = FreeLayer(target_model, input_ids, first_layer)
-        return list(self._plain(source_cache, positions, start, free, chunk_tokens).all_layers().values())
+        return list(self._plain(source_cache, **options).all_layers().values())
 
     @torch.no_grad()
-    def stream_layers(
-        self,
-        source_cache: Any,
-        *,
-        positions: Tensor | None = None,
-        start: int = 0,
-        target_model: Any = None,
-        input_ids: Tensor | None = None,
-        first_layer: tuple[Tensor, Tensor] | None = None,
-        chunk_tokens: int | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def stream_layers(self, source_cache: Any, **options: Unpack[LayerOptions]) -> Iterator[tuple[Tensor, Tensor]]:
         """As `transfer_layers`, but each target layer as soon as it is mapped, so that a caller can start on layer 0.
 
         The inputs of all tokens are held meanwhile: as many bytes as the source's cache, or r numbers a token with a basis.
@@ -298,18 +252,26 @@ class Mapper:
             An iterator of keys and values, (B, H_target, T - start, D), one pair per target layer. What does not fit is refused
             before it is returned.
         """
-        free = FreeLayer(target_model, input_ids, first_layer)
-        return self._plain(source_cache, positions, start, free, chunk_tokens).layer_by_layer()
+        return self._plain(source_cache, **options).layer_by_layer()
 
     def _plain(
-        self, source_cache: Any, positions: Tensor | None, start: int, free: FreeLayer, chunk_tokens: int | None
+        self,
+        source_cache: Any,
+        *,
+        positions: Tensor | None = None,
+        start: int = 0,
+        target_model: Any = None,
+        input_ids: Tensor | None = None,
+        first_layer: tuple[Tensor, Tensor] | None = None,
+        chunk_tokens: int | None = None,
     ) -> Transfer:
         """The transfer of all layers to places of their own."""
         pairs = caches.read_cache(source_cache)
         check_source(self.spec.source, pairs, positions)
         if not 0 <= start <= pairs[0][0].shape[2]:
             raise MismatchError(f"start: found {start}, needed 0 to the {pairs[0][0].shape[2]} tokens of the source cache")
-        places = self._places(pairs, self._chosen(None), None, free.model)
+        free = FreeLayer(target_model, input_ids, first_layer)
+        places = dict(enumerate(self._places(pairs[0][0].dtype, target_model)))
         return self._transfer(pairs, positions, start, free, places, chunk_tokens)
 
     def _transfer(
@@ -321,71 +283,15 @@ class Mapper:
         places: Mapping[int, Place],
         chunk_tokens: int | None,
     ) -> Transfer:
-        if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
-            raise MismatchError(f"chunk_tokens: found {chunk_tokens!r}, needed a whole number, 1 or more")
         positions = torch.arange(pairs[0][0].shape[2], device=pairs[0][0].device) if positions is None else positions
-        pair = free.read(self.spec, self._models, pairs, positions, start)
+        first_layer = free.read(self.spec, self._models, pairs, positions, start)
         cut = [(keys[:, :, start:], values[:, :, start:]) for keys, values in pairs]
-        mapped = tuple(layer_index for layer_index in places if layer_index in self.spec.mapped_layers)
-        if mapped not in self._columns:
-            self._columns[mapped] = Columns(self.spec, mapped)
-        return Transfer(self._maps, self._columns[mapped], Moved(cut, positions, start, pair), places, chunk_tokens)
+        return Transfer(self.maps, Moved(cut, positions, start, first_layer), places, chunk_tokens)
 
-    def _chosen(self, layers: Iterable[int] | None) -> list[int]:
-        n_layers = self.spec.target.n_layers
-        chosen = list(range(n_layers)) if layers is None else sorted(set(layers))
-        if chosen and not 0 <= chosen[0] <= chosen[-1] < n_layers:
-            raise MismatchError(f"layers: found {chosen}, needed target layers of 0 to {n_layers - 1}")
-        return chosen
-
-    def _places(self, pairs: Pairs, chosen: Sequence[int], into: Any, target_model: Any) -> dict[int, Place]:
-        """Where the result of each target layer goes, and in which dtype."""
-        n_layers = self.spec.target.n_layers
-        if target_model is not None:
-            dtype = caches.cache_dtype(target_model)
-            places = [Place(device, dtype) for device in self._models.target_devices(target_model)]
-        else:
-            first = self.spec.mapped_layers[0]
-            places = [Place(self._weights["keys", max(i, first)][0].device, pairs[0][0].dtype) for i in range(n_layers)]
+    def _places(self, dtype: torch.dtype, target_model: Any, into: Any = None) -> list[Place]:
+        """Where the result of each target layer goes; `dtype` is the source cache's."""
+        places = self.maps.places(dtype) if target_model is None else self._models.places(target_model)
         for layer_index, state in enumerate([] if into is None else caches.layer_states(into)):
             if state.keys is not None:
                 places[layer_index] = Place(state.keys.device, state.keys.dtype)
-        return {layer_index: places[layer_index] for layer_index in chosen}
-
-
-def _check_weights(spec: MapperSpec, weights: Weights, basis: Tensor | None) -> None:
-    dtypes = set() if basis is None else {basis.dtype}
-    shape, needed_shape = None if basis is None else tuple(basis.shape), None if spec.rank is None else spec.basis_shape
-    if shape != needed_shape:
-        raise MismatchError(f"basis: found shape {shape}, needed {needed_shape}")
-    for layer in spec.layers:
-        where = f"{layer.kind} of target layer {layer.layer_index}"
-        found = weights.get((layer.kind, layer.layer_index))
-        shapes = None if found is None else (tuple(found[0].shape), tuple(found[1].shape))
-        needed = (spec.weight_shape(layer.kind, layer.layer_index), (spec.target.width,))
-        if found is None or shapes != needed:
-            raise MismatchError(f"{where}: found weight and bias {shapes}, needed {needed}")
-        dtypes.update(part.dtype for part in found)
-        if len(dtypes) > 1 or found[0].dtype not in DTYPES or found[0].device != found[1].device:
-            kinds = sorted({f"{part.dtype} on {part.device}" for part in found} | set(map(str, dtypes)))
-            raise MismatchError(
-                f"{where}: found weight and bias as {kinds}, needed one floating dtype for all weights, and a bias on "
-                "the device of its weight"
-            )
-
-
-def _require_place(device: Any, dtype: Any) -> None:
-    """Refuse a device that torch does not have, before any weight is moved."""
-    if dtype is not None and dtype not in DTYPES:
-        raise MismatchError(f"dtype: found {dtype!r}, needed one of {', '.join(map(str, DTYPES))}")
-    if device is None:
-        return
-    try:
-        torch.empty(0, device=device)
-    except (TypeError, RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
-        reason = " ".join(str(error).split()).partition(". ")[0][:120]
-        raise MismatchError(f"device: found {device!r}, needed one that torch has here, such as 'cpu' ({reason})") from None
-
-
-def _rebuilt(spec: MapperSpec, weights: Weights, basis: Tensor | None, verdict: Verdict, judged_recompute: float) -> Mapper:
-    return Mapper(spec, weights, basis=basis, verdict=verdict, judged_recompute=judged_recompute)
+        return places

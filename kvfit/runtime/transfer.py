@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from kvfit.runtime.features import Angles, Buffers, Columns, Pairs, Part, Runs, Tables, moved_to, parts, read_inputs
+from kvfit.errors import MismatchError
+from kvfit.runtime.features import Angles, Buffers, Pairs, Part, Runs, moved_to, parts, read_inputs
 from kvfit.runtime.lexical import Lexical
-from kvfit.spec import KINDS, Kind, MapperSpec
+from kvfit.runtime.maps import Maps, Place
+from kvfit.spec import KINDS
 
 # Tokens mapped at a time. On a processor: enough for the matrix products to run at full speed, few enough that a layer's
 # outputs are still in its cache when they are rotated. On a graphics card a kernel takes microseconds to start, so more.
 CHUNK_TOKENS = 1024
 CHUNK_TOKENS_CUDA = 8192
-
-Weights = Mapping[tuple[Kind, int], tuple[Tensor, Tensor]]
 
 
 def chunk_length(device: torch.device) -> int:
@@ -30,34 +31,15 @@ def chunk_length(device: torch.device) -> int:
     return CHUNK_TOKENS if device.type == "cpu" else CHUNK_TOKENS_CUDA
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a target layer's keys and values go."""
+class LayerOptions(TypedDict, total=False):
+    """Options of `Mapper.transfer_layers` and `stream_layers`: `start`, the first token to map, and those of `transfer`."""
 
-    device: torch.device
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class Maps:
-    """What a mapper computes with; made once per mapper.
-
-    Attributes:
-        spec: what it maps.
-        weights: per (kind, target layer), weight and bias.
-        basis: the shared basis (F, r), None without one.
-        tables: the rotary tables of both models.
-    """
-
-    spec: MapperSpec
-    weights: Weights
-    basis: Tensor | None
-    tables: Tables
-
-    def inputs_place(self, layer_index: int) -> Place:
-        """Where the inputs are gathered, and in which dtype: on the basis, or with the weights of this layer."""
-        tensor = self.weights["keys", layer_index][0] if self.basis is None else self.basis
-        return Place(tensor.device, tensor.dtype)
+    start: int
+    positions: Tensor | None
+    target_model: Any
+    input_ids: Tensor | None
+    first_layer: tuple[Tensor, Tensor] | None
+    chunk_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -108,21 +90,24 @@ class _Chunk:
 class Transfer:
     """One transfer: the maps, the tokens, and the memory that chunks share."""
 
-    def __init__(
-        self, maps: Maps, columns: Columns, moved: Moved, places: Mapping[int, Place], chunk_tokens: int | None
-    ) -> None:
+    def __init__(self, maps: Maps, moved: Moved, places: Mapping[int, Place], chunk_tokens: int | None) -> None:
         """Prepare; nothing is computed but the lexical inputs.
 
         Args:
             maps: the mapper's.
-            columns: of the target layers in `places`.
             moved: the tokens.
             places: per target layer that is wanted, in order, device and dtype of its result.
             chunk_tokens: tokens, over all sequences, mapped at a time; None for the device's own number.
+
+        Raises:
+            MismatchError: `chunk_tokens` is below 1.
         """
-        self.maps, self.spec, self.columns, self.moved = maps, maps.spec, columns, moved
+        if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
+            raise MismatchError(f"chunk_tokens: found {chunk_tokens!r}, needed a whole number, 1 or more")
+        self.maps, self.spec, self.moved = maps, maps.spec, moved
         self.places = {layer_index: place for layer_index, place in places.items() if layer_index in self.spec.mapped_layers}
         self.exact = [(layer_index, place) for layer_index, place in places.items() if layer_index not in self.places]
+        self.columns = maps.columns(self.places)
         self.batch, _, self.total, _ = moved.pairs[0][0].shape
         self.heads = self.spec.source.n_heads if self.spec.support == "head" else 1
         self.buffers = Buffers()

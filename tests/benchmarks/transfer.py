@@ -80,7 +80,7 @@ def products(options: argparse.Namespace) -> None:
         mapper = pair(name).to(device, dtype)
         for n_tokens in options.tokens:
             pairs = [(k.to(device, dtype), v.to(device, dtype)) for k, v in random_pairs(mapper.spec.source, 1, n_tokens)]
-            weights = list(mapper._weights.values())
+            weights = list(mapper.maps.weights.values())
             inputs = {weight.shape[0]: torch.randn(n_tokens, weight.shape[0], device=device).to(dtype) for weight, _ in weights}
 
             def bare(weights: Any = weights, inputs: Any = inputs) -> object:

@@ -96,11 +96,11 @@ def test_from_pretrained_is_load_mapper(hub, bundle, tmp_path):
     first = Mapper.from_pretrained(NAME, revision="v1", dtype=torch.float64)
     expected = load_mapper(f"{NAME}@v1", dtype=torch.float64)
     assert (first.spec, first.verdict) == (expected.spec, "pass")
-    assert first._weights.keys() == expected._weights.keys()
-    for key, (weight, bias) in first._weights.items():
+    assert first.maps.weights.keys() == expected.maps.weights.keys()
+    for key, (weight, bias) in first.maps.weights.items():
         assert weight.dtype == torch.float64
-        assert torch.equal(weight, expected._weights[key][0])
-        assert torch.equal(bias, expected._weights[key][1])
+        assert torch.equal(weight, expected.maps.weights[key][0])
+        assert torch.equal(bias, expected.maps.weights[key][1])
     with pytest.raises(GateError):
         Mapper.from_pretrained(NAME)
     assert Mapper.from_pretrained(NAME, require="any").verdict == "fail"

@@ -450,7 +450,7 @@ def test_padding_of_the_source_may_be_anything(pair):
 def test_a_target_too_narrow_for_what_was_mapped(pair):
     source, target, mapper = pair
     ids = tokens(1, 12)
-    weights = {key: (weight * 1e5, bias) for key, (weight, bias) in mapper._weights.items()}
+    weights = {key: (weight * 1e5, bias) for key, (weight, bias) in mapper.maps.weights.items()}
     half = copy.deepcopy(target).to(torch.float16)
     for module in half.modules():  # as from_pretrained leaves it
         if "inv_freq" in module._buffers:
@@ -571,7 +571,7 @@ def test_less_recomputed_than_was_judged_warns(pair):
     source, target, mapper = pair
     ids = tokens(1, 24)
     judged = random_mapper(mapper.spec)
-    judged = Mapper(judged.spec, judged._weights, verdict="pass", judged_recompute=0.2)
+    judged = Mapper(judged.spec, judged.maps.weights, verdict="pass", judged_recompute=0.2)
     assert copy.copy(judged).judged_recompute == judged.to("cpu").judged_recompute == 0.2
     cache = prefilled(source, ids)
     with pytest.warns(UserWarning, match=r"found recompute=0.1, needed 0.2 as its verdict pass was found with") as caught:

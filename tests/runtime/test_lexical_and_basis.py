@@ -84,18 +84,20 @@ def test_the_oracle_notices(wrong):
     wanted = reference_transfer(mapper, pairs, LEFT_PADDED, given)
     other, positions = mapper, LEFT_PADDED
     if wrong == "lag":
-        other = Mapper(make((0, 1, 3), 9).spec, mapper._weights, basis=mapper._basis)
+        other = Mapper(make((0, 1, 3), 9).spec, mapper.maps.weights, basis=mapper.maps.basis)
     elif wrong == "order of lags":
-        split = list(mapper._basis.split([64, 24, 24, 24]))
-        other = Mapper(mapper.spec, mapper._weights, basis=torch.cat([split[0], split[2], split[1], split[3]]))
+        split = list(mapper.maps.basis.split([64, 24, 24, 24]))
+        other = Mapper(mapper.spec, mapper.maps.weights, basis=torch.cat([split[0], split[2], split[1], split[3]]))
     elif wrong == "keys and values":
-        other = Mapper(mapper.spec, mapper._weights, basis=torch.cat([mapper._basis[:64], mapper._basis[64:].roll(12, 0)]))
+        other = Mapper(
+            mapper.spec, mapper.maps.weights, basis=torch.cat([mapper.maps.basis[:64], mapper.maps.basis[64:].roll(12, 0)])
+        )
     elif wrong == "rotation":
-        other = Mapper(make((0, 1, 2), 9, keys_rotated=True).spec, mapper._weights, basis=mapper._basis)
+        other = Mapper(make((0, 1, 2), 9, keys_rotated=True).spec, mapper.maps.weights, basis=mapper.maps.basis)
     elif wrong == "padding":
         positions = torch.arange(7)
     else:
-        other = Mapper(mapper.spec, mapper._weights, basis=-mapper._basis)
+        other = Mapper(mapper.spec, mapper.maps.weights, basis=-mapper.maps.basis)
     found = other.transfer_layers(pairs, positions=positions, first_layer=given)
     assert worst(found, wanted) > 1e-2
 
@@ -191,13 +193,13 @@ def test_refused_before_anything_changes(arguments, message):
 
 def test_a_basis_is_checked():
     mapper = make((), 9)
-    for basis in (None, mapper._basis[:, :8], mapper._basis[:-1]):
+    for basis in (None, mapper.maps.basis[:, :8], mapper.maps.basis[:-1]):
         with pytest.raises(MismatchError, match="basis: found shape"):
-            Mapper(mapper.spec, mapper._weights, basis=basis)
+            Mapper(mapper.spec, mapper.maps.weights, basis=basis)
     with pytest.raises(MismatchError, match="one floating dtype"):
-        Mapper(mapper.spec, mapper._weights, basis=mapper._basis.half())
+        Mapper(mapper.spec, mapper.maps.weights, basis=mapper.maps.basis.half())
     with pytest.raises(MismatchError, match="basis: found shape"):
-        Mapper(make().spec, make()._weights, basis=mapper._basis)
+        Mapper(make().spec, make().maps.weights, basis=mapper.maps.basis)
 
 
 def test_copies_carry_the_basis():
@@ -215,8 +217,8 @@ def test_read_from_a_bundle():
     mapper = make((0, 1), 9)
     bundle = SimpleNamespace(
         spec=mapper.spec,
-        layer=lambda kind, layer_index, **_: mapper._weights[kind, layer_index],
-        basis=lambda **_: mapper._basis,
+        layer=lambda kind, layer_index, **_: mapper.maps.weights[kind, layer_index],
+        basis=lambda **_: mapper.maps.basis,
         verdict="pass",
         judged_recompute=0.1,
     )
@@ -311,5 +313,5 @@ def test_binding_casts_to_the_targets_dtype(target):
     half = copy.deepcopy(target).bfloat16()
     mapper = identity_mapper(half)
     bound = mapper.bind(target_model=half)
-    assert {part.dtype for pair in bound._weights.values() for part in pair} == {torch.bfloat16}
-    assert {part.dtype for pair in mapper._weights.values() for part in pair} == {torch.float32}
+    assert {part.dtype for pair in bound.maps.weights.values() for part in pair} == {torch.bfloat16}
+    assert {part.dtype for pair in mapper.maps.weights.values() for part in pair} == {torch.float32}

@@ -199,7 +199,7 @@ def test_refused_before_anything_changes(pairs, arguments, message):
 
 def test_weights_are_checked():
     mapper = make()
-    weights = dict(mapper._weights)
+    weights = dict(mapper.maps.weights)
     weights["values", 3] = (weights["values", 3][0][:-1], weights["values", 3][1])
     with pytest.raises(MismatchError, match="values of target layer 3: found weight and bias"):
         Mapper(mapper.spec, weights)
@@ -207,7 +207,7 @@ def test_weights_are_checked():
     with pytest.raises(MismatchError, match="values of target layer 3: found weight and bias None"):
         Mapper(mapper.spec, weights)
     with pytest.raises(MismatchError, match="floating"):
-        Mapper(mapper.spec, {key: (weight.int(), bias.int()) for key, (weight, bias) in mapper._weights.items()})
+        Mapper(mapper.spec, {key: (weight.int(), bias.int()) for key, (weight, bias) in mapper.maps.weights.items()})
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_the_exact_map_continues_like_prefill(target):
     moved = mapper.transfer(prefilled(target, ids[:, :-1]), target_model=target)
     assert torch.equal(generate(target, ids, moved, **options), wanted)
     # The control: a map that is not exact is noticed.
-    wrong = Mapper(mapper.spec, {key: (-weight, bias) for key, (weight, bias) in mapper._weights.items()})
+    wrong = Mapper(mapper.spec, {key: (-weight, bias) for key, (weight, bias) in mapper.maps.weights.items()})
     moved = wrong.transfer(prefilled(target, ids[:, :-1]), target_model=target)
     assert not torch.equal(generate(target, ids, moved, **options), wanted)
 
@@ -498,7 +498,7 @@ def test_memory_beside_the_result_is_bounded_by_the_chunk():
 
 def test_kinds_cover_the_weights():
     mapper = make()
-    assert set(mapper._weights) == {(kind, layer) for kind in KINDS for layer in range(5)}
+    assert set(mapper.maps.weights) == {(kind, layer) for kind in KINDS for layer in range(5)}
     assert mapper.to(dtype=torch.float16).nbytes * 2 == mapper.nbytes
     with pytest.raises(MismatchError, match="device: found 2 devices"):
         mapper.to([torch.device("cpu")] * 2)

@@ -172,10 +172,10 @@ def test_a_models_modules_are_walked_once(tiny_pair, load, monkeypatch):
     assert len(walked) > 50
     monkeypatch.undo()
     cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert mapper._models.target_devices(model) == [cpu] * 4
+    assert [place.device for place in mapper._models.places(model)] == [cpu] * 4
     model.model.layers[1].to("meta")
-    assert mapper._models.target_devices(model) == [cpu, meta, cpu, cpu]
+    assert [place.device for place in mapper._models.places(model)] == [cpu, meta, cpu, cpu]
     model.model.layers[2] = copy.deepcopy(model.model.layers[1])  # another module in its place
-    assert mapper._models.target_devices(model) == [cpu, meta, meta, cpu]
+    assert [place.device for place in mapper._models.places(model)] == [cpu, meta, meta, cpu]
     model.model.layers[3].self_attn.q_proj = torch.nn.ModuleDict({"base_layer": model.model.layers[3].self_attn.q_proj})
-    assert mapper._models.target_devices(model) == [cpu, meta, meta, cpu]
+    assert [place.device for place in mapper._models.places(model)] == [cpu, meta, meta, cpu]

@@ -145,9 +145,9 @@ def reference_transfer(
     for t in spec.mapped_layers:
         halves = []
         for kind in KINDS:
-            weight, bias = (part.double() for part in mapper._weights[kind, t])
-            if mapper._basis is not None:
-                weight = mapper._basis.double() @ weight
+            weight, bias = (part.double() for part in mapper.maps.weights[kind, t])
+            if mapper.maps.basis is not None:
+                weight = mapper.maps.basis.double() @ weight
             result = torch.zeros(batch, target.n_heads, total, target.head_dim, dtype=torch.float64)
             for b in range(batch):
                 for i in range(total):

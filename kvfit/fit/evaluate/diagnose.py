@@ -130,7 +130,7 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
     reads: dict[int, Reads] = {}
     rotated = None
     if any(spec.target.rope.tables):
-        rotated = Mapper(replace(spec, keys_rotated=True), pair.mapper._weights, basis=pair.mapper._basis)
+        rotated = Mapper(replace(spec, keys_rotated=True), pair.mapper.maps.weights, basis=pair.mapper.maps.basis)
     for part in torch.split(ids, batch_size):
         prefix_ids = part[:, :covered]
         sources = arms.source_pairs(pair, prefix_ids)

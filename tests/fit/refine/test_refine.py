@@ -42,7 +42,7 @@ def identity(loaded: Any) -> Mapper:
     """The tiny target to itself; the true map is known."""
     mapper = made_mappers.identity_mapper(loaded.model)
     side = replace(mapper.spec.source, tokenizer_fingerprint=tokenizer_fingerprint(loaded.tokenizer))
-    return Mapper(replace(mapper.spec, source=side, target=side), mapper._weights)
+    return Mapper(replace(mapper.spec, source=side, target=side), mapper.maps.weights)
 
 
 def written(folder: Path, mapper: Mapper, *, damage: float = 0.0, seed: int = 0) -> Path:
@@ -50,9 +50,9 @@ def written(folder: Path, mapper: Mapper, *, damage: float = 0.0, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     weights = [
         (kind, i, weight + damage * torch.randn(weight.shape, generator=generator) / len(weight) ** 0.5, bias)
-        for (kind, i), (weight, bias) in mapper._weights.items()
+        for (kind, i), (weight, bias) in mapper.maps.weights.items()
     ]
-    write_bundle(folder, mapper.spec, weights, recipe={digests.FIELD: "AAAAAAAA"}, solve={"kept": 1}, basis=mapper._basis)
+    write_bundle(folder, mapper.spec, weights, recipe={digests.FIELD: "AAAAAAAA"}, solve={"kept": 1}, basis=mapper.maps.basis)
     return folder
 
 
@@ -102,8 +102,8 @@ def test_training_and_use_see_the_same_maps(loaded: Any, identity: Mapper) -> No
     side = identity.spec.source
     spec = made_mappers.mapper_spec(side, side, [range(4)] * 4, inputs="both", lexical_lags=(0, 2), rank=40)
     mapper = made_mappers.random_mapper(spec)
-    found = example_of(spec, loaded, mapper._basis)
-    correction = Correction(spec, mapper._weights, [found.inputs], 8)
+    found = example_of(spec, loaded, mapper.maps.basis)
+    correction = Correction(spec, mapper.maps.weights, [found.inputs], 8)
     made = Continuation(spec, loaded.model).cache(correction.outputs(found.inputs[None, :40]), [found], 40)
     cache = caches.full_cache()
     caches.forward(loaded.model, found.ids[None, :40], cache, base=True)
@@ -120,7 +120,7 @@ def example_of(spec: MapperSpec, loaded: Any, basis: Tensor | None = None) -> Ex
 
 def test_folding_a_correction_changes_nothing(loaded: Any, identity: Mapper) -> None:
     found = example_of(identity.spec, loaded)
-    correction = Correction(identity.spec, identity._weights, [found.inputs], 16)
+    correction = Correction(identity.spec, identity.maps.weights, [found.inputs], 16)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for matrix in correction.matrices.values():
@@ -135,7 +135,7 @@ def test_folding_a_correction_changes_nothing(loaded: Any, identity: Mapper) -> 
 def test_gradients_reach_every_correction_and_no_model(loaded: Any, identity: Mapper) -> None:
     loaded.model.requires_grad_(False)
     found = example_of(identity.spec, loaded)
-    spoiled = {key: (weight * 0.7, bias) for key, (weight, bias) in identity._weights.items()}
+    spoiled = {key: (weight * 0.7, bias) for key, (weight, bias) in identity.maps.weights.items()}
     correction = Correction(identity.spec, spoiled, [found.inputs], 16)
     continuation = Continuation(identity.spec, loaded.model)
     cache = continuation.cache(correction.outputs(found.inputs[None, :32]), [found], 32)
@@ -149,7 +149,7 @@ def test_the_divergence_of_the_exact_map_is_zero_and_of_a_spoiled_one_is_not(loa
     continuation = Continuation(identity.spec, loaded.model)
 
     def kl(factor: float) -> float:
-        weights = {key: (weight * factor, bias) for key, (weight, bias) in identity._weights.items()}
+        weights = {key: (weight * factor, bias) for key, (weight, bias) in identity.maps.weights.items()}
         return holdout_divergence(Correction(identity.spec, weights, [found.inputs], 4), continuation, [found], SCHEDULE)
 
     assert abs(kl(1.0)) < 1e-4
