@@ -19,7 +19,7 @@ from kvfit.cli.main import cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
 
-HEAD = """<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli/main.py or arguments.py, then run that script. -->
+HEAD = r"""<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli/main.py or arguments.py, then run that script. -->
 
 # Command line
 
@@ -39,7 +39,15 @@ Progress and log go to stderr. The result goes to stdout: one line, or one JSON 
 | 1 | an error: one line on stderr: what was found, what was needed, what to do; see [Errors](errors.md) |
 | 2 | the command line itself is wrong: an unknown option, or a value that an option cannot have |
 | 3 | refused by a gate: the verdict of an evaluation is `fail`, or `inspect` found a model that cannot be mapped |
-| 130 | interrupted with Ctrl-C |
+| 130 | interrupted with Ctrl-C; `capture`, `evaluate` and `fit` print the command with which they go on |
+
+To complete commands, options and file names with the Tab key, add one line to the start-up file of your shell:
+
+| Shell | File | Line |
+|---|---|---|
+| Bash 4.4 or newer | `~/.bashrc` | `eval "$(_KVFIT_COMPLETE=bash_source kvfit)"` |
+| Zsh | `~/.zshrc` | `eval "$(_KVFIT_COMPLETE=zsh_source kvfit)"` |
+| Fish | `~/.config/fish/completions/kvfit.fish` | `_KVFIT_COMPLETE=fish_source kvfit \| source` |
 """
 
 

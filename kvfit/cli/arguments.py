@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -15,14 +16,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 DTYPE = click.Choice(["auto", "float32", "bfloat16", "float16"])
 
 
-def path(value: str) -> str:
-    """A path; the shell leaves the ``~`` of ``--out=~/pair.zarr`` alone."""
-    return os.path.expanduser(value)
+class Place(click.ParamType):
+    """A path, or a ref, which may be one. The shell completes its name, but leaves the ``~`` of ``--out=~/pair.zarr`` alone."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
+        return os.path.expanduser(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        """Files and folders."""
+        return [CompletionItem(incomplete, type="file")]
 
 
-def ref(value: str) -> str:
-    """A ref, which may be a path."""
-    return os.path.expanduser(value)
+path, ref = Place("path"), Place("ref")
 
 
 _UNITS = {"": 1, "b": 1} | {

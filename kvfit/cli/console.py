@@ -8,8 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
+import shutil
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -37,6 +41,8 @@ EXTRAS = {
 
 
 LOGGER = logging.getLogger("kvfit")
+# Verbs that keep what they have done when they are interrupted, and the option with which they go on.
+RESUMABLE = {"capture": "--resume", "evaluate": None, "fit": None}
 # Verbs that answer at once have nothing to be quiet about.
 SHORT = ("env", "list")
 
@@ -110,7 +116,7 @@ def run(command: click.Command) -> None:
     try:
         command.main(standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):  # click makes the one of the other
-        _stop("interrupted", 130)
+        _stop(_interrupted(sys.argv, os.environ), 130)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -136,14 +142,39 @@ def _log() -> None:
     LOGGER.setLevel(logging.INFO)
 
 
+def _interrupted(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """One line for an interrupted command line: where the verb can go on, with the command that does it.
+
+    Args:
+        words: the process's words, the program first.
+        environment: the process's environment, which says whether torchrun started it.
+    """
+    verb = _verb(words)
+    if verb not in RESUMABLE:
+        return "interrupted"
+    option = RESUMABLE[verb]
+    added = [option] if option is not None and option not in words else []
+    if environment.get("WORLD_SIZE", "1") != "1":
+        return "interrupted; to go on, run the same torchrun command again" + (f" with {option}" if added else "")
+    program = [words[0]]
+    if Path(words[0]).name == "__main__.py":
+        program = [sys.executable, "-m", "kvfit"]
+    elif shutil.which("kvfit") == words[0]:
+        program = ["kvfit"]
+    return f"interrupted; to go on: {shlex.join([*program, *words[1:], *added])}"
+
+
+def _verb(words: Sequence[str]) -> str:
+    return next((word for word in words[1:] if not word.startswith("-")), "")
+
+
 def _missing(error: ModuleNotFoundError) -> str:
     """One line for a module that an extra would have brought; any other missing module is a fault of kvfit and is raised."""
     name = (error.name or "").partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if name in modules), None)
     if extra is None:
         raise error
-    verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-    return f'{verb}: found no module {name}, needed the extra "{extra}": pip install "kvfit-mappers[{extra}]"'
+    return f'{_verb(sys.argv)}: found no module {name}, needed the extra "{extra}": pip install "kvfit-mappers[{extra}]"'
 
 
 def _stop(message: str, code: int) -> NoReturn:

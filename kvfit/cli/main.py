@@ -296,7 +296,13 @@ def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool,
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True})
-@click.argument("words", nargs=-1, metavar="SOURCE TARGET [OPTIONS OF THE PARTS]", type=click.UNPROCESSED)
+@click.argument(
+    "words",
+    nargs=-1,
+    metavar="SOURCE TARGET [OPTIONS OF THE PARTS]",
+    type=click.UNPROCESSED,
+    shell_complete=path.shell_complete,
+)
 @click.option("--out", type=path, help="The bundle's folder. The store is kept beside it, in OUT.fit; default: fit-out/bundle.")
 @click.option("--config", type=path, help="A fit.yaml with models and options; what is given here too goes before it.")
 @json_option

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bundle_factory import evaluated_bundle
+from click.shell_completion import ShellComplete
 from planted import plant
 
 from kvfit.cli import arguments
@@ -56,6 +57,33 @@ def test_capture_solve_evaluate(run, tiny_pair: tuple[Path, Path], tmp_path: Pat
     assert code == 3
     assert "verdict fail" in err
     assert json.loads((bundle / "evaluation.json").read_text()) == report
+
+
+def completions(words: str) -> set[tuple[str, str]]:
+    """(kind, text) of what the shell offers for the last word."""
+    *before, incomplete = words.split(" ")
+    found = ShellComplete(cli.cli, {}, "kvfit", "_KVFIT_COMPLETE").get_completions(before, incomplete)
+    return {(item.type, item.value) for item in found}
+
+
+@pytest.mark.parametrize("words", ["solve dem", "solve s.zarr --out dem", "capture dem", "fit dem", "fit a b --config dem"])
+def test_the_shell_completes_file_names(words: str) -> None:
+    assert completions(words) == {("file", "dem")}
+
+
+def test_the_shell_completes_verbs_options_and_words() -> None:
+    assert completions("cap") == {("plain", "capture")}
+    assert completions("evaluate b --prob") == {("plain", "--probes"), ("plain", "--probe-kinds")}
+    assert completions("solve s.zarr --gain v") == {("plain", "variance")}
+
+
+def test_merge_as_json_is_one_object(run, tmp_path: Path) -> None:
+    stores = [plant([(0,)], seed=seed, n_tokens=(40 + seed, 30)).store(tmp_path / f"{seed}.zarr") for seed in (0, 1)]
+    merged = tmp_path / "merged.zarr"
+    code, out, err = run("merge", *stores, "--out", merged, "--json")
+    assert code == 0, err
+    tokens = {"fit": 40 + 41, "holdout": 30 + 30}
+    assert json.loads(out) == {"store": str(merged), "stores": list(map(str, stores)), "tokens": tokens}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The streams of a real process: closed, full, or interrupted."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_a_reader_that_has_seen_enough_is_no_error_to_tell() -> None:
 
 def test_an_interrupt_is_told(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "kvfit", "demo", "--out", str(tmp_path / "demo")],
+        command := [sys.executable, "-m", "kvfit", "fit", "demo:source", "demo:target", "--out", str(tmp_path / "bundle")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,12 +64,39 @@ def test_an_interrupt_is_told(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("1/4")
+        assert process.stderr.readline().startswith("kvfit plan")
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "kvfit: interrupted"
+    told = err.splitlines()[-1].removeprefix("kvfit: interrupted; to go on: ")
+    assert shlex.split(told) == command
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "told"),
+    [
+        ("/x/kvfit capture a b --out 'my pair.zarr'", {}, "to go on: /x/kvfit capture a b --out 'my pair.zarr' --resume"),
+        ("/x/kvfit capture a b --resume --out c", {}, "to go on: /x/kvfit capture a b --resume --out c"),
+        ("/x/kvfit fit a b --out c", {}, "to go on: /x/kvfit fit a b --out c"),
+        ("/x/kvfit evaluate b", {"WORLD_SIZE": "1"}, "to go on: /x/kvfit evaluate b"),
+        ("/x/kvfit/__main__.py evaluate b", {}, f"to go on: {sys.executable} -m kvfit evaluate b"),
+        ("/x/kvfit capture a b", {"WORLD_SIZE": "2"}, "to go on, run the same torchrun command again with --resume"),
+        ("/x/kvfit capture a b --resume", {"WORLD_SIZE": "2"}, "to go on, run the same torchrun command again"),
+        ("/x/kvfit refine b --out c", {}, None),
+        ("/x/kvfit", {}, None),
+    ],
+)
+def test_an_interrupt_says_how_to_go_on(words: str, environment: dict[str, str], told: str | None) -> None:
+    assert console._interrupted(shlex.split(words), environment) == ("interrupted" if told is None else f"interrupted; {told}")
+
+
+def test_a_program_on_the_path_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "kvfit"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert console._interrupted([str(program), "evaluate", "b"], {}) == "interrupted; to go on: kvfit evaluate b"
 
 
 WITHOUT = """
