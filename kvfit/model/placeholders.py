@@ -5,6 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from kvfit.errors import MismatchError
+from kvfit.model.decoder import unwrapped
+
 _MEDIUM = re.compile(r"(^|_)(image|img|video|audio|speech|sound|vision|visual|media)(_|$)")
 _TOKEN = re.compile(r"_token(s)?_(id|ids|index)$")
 # Tokens around the placeholders are ordinary tokens with an embedding of their own.
@@ -30,3 +36,35 @@ def placeholder_ids(config: Any) -> frozenset[int]:
             numbers = value if isinstance(value, (list, tuple)) else [value]
             found.update(number for number in numbers if type(number) is int and number >= 0)
     return frozenset(found)
+
+
+class Placeholders:
+    """The placeholders of one conversation.
+
+    Attributes:
+        found: (B, S), true on placeholders; None for a text model.
+    """
+
+    def __init__(self, model: Any, input_ids: Tensor) -> None:
+        """Look for the model's placeholders in ids (B, S)."""
+        ids = sorted(placeholder_ids(unwrapped(model).config))
+        self._input_ids = input_ids
+        self.found = torch.isin(input_ids, torch.tensor(ids, device=input_ids.device)) if ids else None
+
+    def refuse(self, start: int, stop: int, chosen: Tensor | None = None) -> None:
+        """Refuse placeholders among the tokens start to stop - 1, or among those of them where `chosen` (B, S) is true.
+
+        Raises:
+            MismatchError: names the first one.
+        """
+        if self.found is None:
+            return
+        found = self.found[:, start:stop] if chosen is None else self.found[:, start:stop] & chosen[:, start:stop]
+        if bool(found.any()):
+            row, token = found.nonzero()[0].tolist()
+            number = int(self._input_ids[row, start + token])
+            raise MismatchError(
+                f"input_ids: found the placeholder {number} of an image, a sound or a video at row {row}, token "
+                f"{start + token}, needed text where the target runs tokens itself, because ids do not say what was seen: "
+                "leave such tokens to the mapped part"
+            )

@@ -117,7 +117,7 @@ def handoff(
             looks. ``auto`` takes as many as the guide's attention asks for. Less than the mapper was judged with warns, once.
         guide: the loaded source, needed with `recompute`.
         exact_tokens: instead of `recompute`: which tokens to run once more, indices into the conversation, (C,) or (B, C); no
-            mask. A token may be named twice, to fill up a row. Tokens beyond the mapped part are exact anyway.
+            mask. A row that names fewer tokens than the longest repeats some. Tokens beyond the mapped part are exact anyway.
         target_cache: a cache of the target from an earlier turn. What it holds beyond the longest common prefix of `target_ids`
             and `input_ids` is cropped off; what is common is kept, and only newer tokens are mapped. It is changed and becomes
             the result's cache, unless tokens are run once more in a target with windows: that makes a new one.

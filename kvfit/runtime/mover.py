@@ -23,15 +23,14 @@ from torch import Tensor
 
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
-from kvfit.model.placeholders import placeholder_ids
+from kvfit.model.placeholders import Placeholders
 from kvfit.runtime.checks import check_source, check_target
+from kvfit.runtime.features import Pairs
 from kvfit.runtime.mapper import Mapper
-from kvfit.runtime.passes import check_ran, run, undone_on_error
+from kvfit.runtime.passes import check_mapped, check_ran, run, undone_on_error
 from kvfit.runtime.recompute import guided_tokens
 from kvfit.runtime.request import Wanted
 from kvfit.runtime.rewrite import full_copy, refuse_static, rewrite
-
-Pairs = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,9 @@ class Mover:
         self.positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.padding = int((mask == 0).sum(-1).max())
         self.seconds: dict[str, float] = {}
-        # The target's cache and how many of its tokens are also the conversation's first ones, once that is known.
+        # The target's own cache and how many first tokens it shares with the conversation; None until that is known.
         self.own: tuple[Any, int] | None = None
-        self.placeholders = self._placeholders()
+        self.placeholders = Placeholders(target_model, input_ids)
 
     def prefill(self) -> Filled:
         """The target runs every token that its own cache does not hold already."""
@@ -102,7 +101,7 @@ class Mover:
         if cache is None:
             cache, reused = caches.new_cache(self.model), 0
         prefix = self.input_ids.shape[1] - 1
-        self._refuse_placeholders(reused, prefix)
+        self.placeholders.refuse(reused, prefix)
         self.seconds = {}
         with undone_on_error(cache, reused):
             n_exact = self._run(cache, reused, prefix, "prefill")
@@ -147,21 +146,21 @@ class Mover:
                 "as input_ids has"
             )
         check_source(mapper.spec.source, pairs, self.positions[:, :covered])
-        # The target's cache may be ahead of the source's: then there is nothing to map, and nothing to give up.
+        # The target's cache may be ahead of the source's. Then nothing is mapped, and what it holds is kept.
         prefix = max(min(covered, length - 1), reused)
-        # In a left-padded batch the first real token of every row must be exact, so the head reaches over the longest padding.
+        # The first real token of every row must be exact, so in a left-padded batch the head covers the longest padding too.
         head = min(max(reused, self.padding + wanted.exact_head if wanted.exact_head else 0), prefix)
         tail = max(head, prefix - wanted.exact_tail)
         return [(keys[:, :, :prefix], values[:, :, :prefix]) for keys, values in pairs], Parts(reused, head, tail, prefix)
 
     def _mapped(self, mapper: Mapper, pairs: Pairs, parts: Parts) -> Pairs:
-        """What is mapped of every target layer, checked; [] for nothing."""
+        """The mapped keys and values of every target layer, checked; [] where no token is mapped."""
         if parts.tail <= parts.head:
             return []
         with _timed(self.seconds, "transfer"):
             cut = [(keys[:, :, : parts.tail], values[:, :, : parts.tail]) for keys, values in pairs]
-            # Into an empty cache the head goes as well, so that its own keys and values can be written over it: appending to a
-            # cache that holds a head already would copy every layer.
+            # For an empty cache the head is mapped too, and overwritten with the target's own keys and values: appending to a
+            # cache that already holds a head would copy every layer.
             start = parts.head if parts.reused else 0
             mapped = mapper.transfer_layers(
                 cut,
@@ -170,21 +169,21 @@ class Mover:
                 target_model=self.model,
                 input_ids=self.input_ids[:, : parts.tail],
             )
-            # Padding may be anything in a source's cache, and a mask that is added does not keep NaN out.
+            # A source's cache may hold anything on padding, and an additive mask does not stop NaN.
             if self.padding > parts.head:
                 padding = self.mask[:, start : parts.tail] == 0
                 for half in (half for pair in mapped for half in pair):
                     half.masked_fill_(padding[:, None, :, None].to(half.device), 0)
-            _refuse_nonfinite(mapped, cut, parts.head - start, parts.head)
+            check_mapped(mapped, cut, parts.head - start, parts.head)
         return mapped
 
     def _filled(self, mapper: Mapper, cache: Any, mapped: Pairs, parts: Parts, tokens: Tensor | None) -> Filled:
-        """The target's cache with all parts; `mapped` is used up."""
+        """The target's cache with all parts. Empties `mapped`."""
         windows = mapper.spec.target.windows
         before = caches.cache_length(cache)
-        # A windowed layer drops tokens that those run once more may need to see.
+        # A windowed layer drops tokens, and a token that is run again may need to see them.
         work = full_copy(cache) if tokens is not None and any(window is not None for window in windows) else cache
-        if tokens is not None and work is cache and not mapped:  # else the memory is new, and no one else's
+        if tokens is not None and work is cache and not mapped:  # a caller may share this memory; elsewhere it is new
             for layer in work.layers:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         n_exact = self._fill(work, mapped, parts)
@@ -201,7 +200,7 @@ class Mover:
         return Filled(cache, n_mapped=n_mapped, n_exact=n_exact, n_reused=before, recomputed=tokens)
 
     def _fill(self, cache: Any, mapped: Pairs, parts: Parts) -> int:
-        """Append the tokens that the target runs first, and those that were mapped; how many it ran."""
+        """Append the head, which the target runs, and the mapped tokens; returns how many tokens it ran."""
         if parts.reused or not mapped:
             n_exact = self._run(cache, parts.reused, parts.head)
         else:
@@ -210,11 +209,11 @@ class Mover:
             for (keys, values), layer in zip(mapped, own.layers, strict=False):  # no layers where there is no head
                 keys[:, :, : parts.head], values[:, :, : parts.head] = layer.keys, layer.values
         for layer_index in range(len(mapped)):
-            caches.place(cache, layer_index, *mapped.pop(0))  # appending may copy; one layer at a time is held twice
+            caches.place(cache, layer_index, *mapped.pop(0))  # appending may copy, so at most one layer is held twice
         return n_exact
 
     def _run(self, cache: Any, start: int, stop: int, part: str = "exact") -> int:
-        """The target itself runs tokens start to stop on top of the cache; how many they were."""
+        """The target runs tokens start to stop - 1 on top of the cache; returns how many it ran."""
         if stop <= start:
             return 0
         with _timed(self.seconds, part):
@@ -239,7 +238,7 @@ class Mover:
             )
 
     def _chosen(self, wanted: Wanted, pairs: Pairs, tail: int, first: int) -> Tensor | None:
-        """(B, C) tokens of first to tail - 1 to run once more, ascending; None for none."""
+        """(B, C), the tokens of first to tail - 1 to run again, ascending; None for none."""
         batch, prefix = self.input_ids.shape[0], pairs[0][0].shape[2]
         if wanted.exact_tokens is None:
             if not wanted.recompute or tail <= first:
@@ -254,18 +253,18 @@ class Mover:
                     fraction=wanted.recompute,
                     first=first,
                     attention_mask=self.mask if self.padding else None,
-                    excluded=self._is_placeholder(),
+                    excluded=self.placeholders.found,
                 ).to(self.input_ids.device)
         else:
             tokens = wanted.indices(batch, prefix, self.input_ids.device)
-        # What the tail runs needs no second run, and what a windowed layer may have dropped cannot have one: such a place in a
-        # row is filled by running one of the allowed tokens, the same for all, once more.
+        # Tokens of the tail are exact already, and tokens that a windowed layer may have dropped cannot be run again. Every row
+        # needs the same number of tokens, so these are replaced by token `first`.
         outside = (tokens >= tail) | (tokens < first)
         tokens = tokens.masked_fill(outside, first).sort(dim=1).values
         return tokens if tokens.shape[1] and tail > first and not bool(outside.all()) else None
 
     def _common(self, mapper: Mapper, target_cache: Any, target_ids: Tensor | None) -> int:
-        """Tokens of the target's cache that are also the conversation's first ones, without its last."""
+        """How many first tokens the target's cache and the conversation, without its last token, have in common."""
         if target_cache is None:
             return 0
         batch, length = self.input_ids.shape
@@ -281,49 +280,13 @@ class Mover:
     def _real(self) -> Tensor | None:
         return self.mask if self.padding else None
 
-    def _placeholders(self) -> Tensor | None:
-        """Ids that stand for pixels or sound; None for a text model."""
-        ids = sorted(placeholder_ids(caches.unwrapped(self.model).config))
-        return torch.tensor(ids, device=self.input_ids.device) if ids else None
-
-    def _is_placeholder(self) -> Tensor | None:
-        return None if self.placeholders is None else torch.isin(self.input_ids, self.placeholders)
-
     def _refuse_what_cannot_run(self, mapper: Mapper, parts: Parts, tokens: Tensor | None) -> None:
         """Refuse placeholders wherever the target is to run its own embedding of them."""
-        if self.placeholders is None:
-            return
-        self._refuse_placeholders(parts.reused, parts.tail if mapper.spec.lexical_lags else parts.head)
-        self._refuse_placeholders(parts.tail, parts.prefix)
+        self.placeholders.refuse(parts.reused, parts.tail if mapper.spec.lexical_lags else parts.head)
+        self.placeholders.refuse(parts.tail, parts.prefix)
         if tokens is not None:
             chosen = torch.zeros_like(self.input_ids, dtype=torch.bool).scatter_(1, tokens, True)
-            self._refuse_placeholders(0, parts.prefix, chosen)
-
-    def _refuse_placeholders(self, start: int, stop: int, chosen: Tensor | None = None) -> None:
-        found = self._is_placeholder()
-        if found is None:
-            return
-        found = found[:, start:stop] if chosen is None else found[:, start:stop] & chosen[:, start:stop]
-        if bool(found.any()):
-            row, token = found.nonzero()[0].tolist()
-            number = int(self.input_ids[row, start + token])
-            token += start
-            raise MismatchError(
-                f"input_ids: found the placeholder {number} of an image, a sound or a video at row {row}, token {token}, "
-                "needed text where the target runs tokens itself, because ids do not say what was seen: leave such tokens to "
-                "the mapped part"
-            )
-
-
-def _refuse_nonfinite(mapped: Pairs, source: Pairs, start: int, head: int) -> None:
-    """Refuse NaN and infinity in what was mapped, from token `start` of it and `head` of the source on."""
-    where = caches.first_nonfinite([(keys[:, :, start:], values[:, :, start:]) for keys, values in mapped])
-    if where is not None:
-        caches.check_finite([(keys[:, :, head:], values[:, :, head:]) for keys, values in source], "source_cache")
-        raise MismatchError(
-            f"mapped cache, {where}: found NaN or infinity made of finite numbers, needed a dtype that holds them: "
-            "load the target in bfloat16 or float32"
-        )
+            self.placeholders.refuse(0, parts.prefix, chosen)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Passes that fill the target's cache: each is checked by what it left there, and undone when something goes wrong."""
+"""What fills the target's cache is checked by what it left there, and undone when something goes wrong."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
 from kvfit.model.decoder import family
+from kvfit.runtime.features import Pairs
 
 
 def run(
@@ -64,6 +65,21 @@ def check_ran(cache: Any, ranges: Sequence[tuple[int, int]], mask: Tensor | None
                 f"target's cache, {where}: found NaN or infinity in tokens that the target ran itself, needed finite numbers: "
                 "load the target in bfloat16 or float32"
             )
+
+
+def check_mapped(mapped: Pairs, source: Pairs, start: int, head: int) -> None:
+    """Refuse NaN and infinity in mapped keys and values, from token `start` of them and `head` of the source on.
+
+    Raises:
+        MismatchError: names the layer and kind, of the source's cache where the fault is there.
+    """
+    where = caches.first_nonfinite([(keys[:, :, start:], values[:, :, start:]) for keys, values in mapped])
+    if where is not None:
+        caches.check_finite([(keys[:, :, head:], values[:, :, head:]) for keys, values in source], "source_cache")
+        raise MismatchError(
+            f"mapped cache, {where}: found NaN or infinity made of finite numbers, needed a dtype that holds them: "
+            "load the target in bfloat16 or float32"
+        )
 
 
 def _real(half: Tensor, mask: Tensor | None, stop: int) -> Tensor:

@@ -104,14 +104,14 @@ class Wanted:
         """`exact_tokens` as (B, C) indices of the `prefix` moved tokens.
 
         Raises:
-            MismatchError: they are none. A mask of booleans is refused as well: its rows may choose different numbers of
-                tokens, and read as indices it would mean tokens 0 and 1.
+            MismatchError: they are not indices of moved tokens. A mask, of booleans or of zeros and ones, is refused: read as
+                indices it would mean tokens 0 and 1.
         """
         tokens = _tensor(self.exact_tokens)
         if tokens is None or _booleans(self.exact_tokens) or tokens.dtype == torch.bool:
             kind = "booleans" if tokens is not None else f"{type(self.exact_tokens).__name__} {self.exact_tokens!r}"
             raise MismatchError(
-                f"exact_tokens: found {kind[:80]}, needed indices of tokens (C,) or ({batch}, C): of a mask of one row, "
+                f"exact_tokens: found {kind[:80]}, needed indices of tokens (C,) or ({batch}, C): for a mask of one row, "
                 "mask.nonzero().flatten()"
             )
         tokens = tokens.to(device)
@@ -124,10 +124,11 @@ class Wanted:
             low, high = torch.stack(torch.aminmax(tokens)).tolist()
             if not 0 <= low <= high < prefix:
                 raise MismatchError(f"exact_tokens: found {low} to {high}, needed indices of the {prefix} moved tokens")
-            if high <= 1 and tokens.shape[1] > 4:
+            # Repeats fill up rows that name fewer tokens than the longest one, so that one has none; a mask of 0 and 1 has.
+            if bool((tokens.sort(dim=1).values.diff(dim=1) == 0).any(dim=1).all()):
                 raise MismatchError(
-                    f"exact_tokens: found {tokens.shape[1]} zeros and ones, needed indices of tokens: of a mask of one row, "
-                    "mask.nonzero().flatten()"
+                    f"exact_tokens: found a token named twice in every row of {tokens.shape[1]}, needed each token once in the "
+                    "longest row, as indices: for a mask of one row, mask.nonzero().flatten()"
                 )
         return tokens
 

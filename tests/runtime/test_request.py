@@ -54,8 +54,9 @@ def test_a_mask_of_whole_numbers_is_no_mask_either(pair):
     ids = torch.randint(5, 2000, (1, 24))
     mask = torch.zeros(24, dtype=torch.long)
     mask[8:12] = 1
-    with pytest.raises(MismatchError, match=r"exact_tokens: found 24 zeros and ones, needed indices"):
-        handoff(mapper, target, ids, prefilled(source, ids), exact_tokens=mask)
+    for wrong in (mask, mask[:3], mask[None], [[0, 1, 1]], [5, 5]):
+        with pytest.raises(MismatchError, match=r"exact_tokens: found a token named twice in every row of \d+, needed each"):
+            handoff(mapper, target, ids, prefilled(source, ids), exact_tokens=wrong)
     handoff(mapper, target, ids, prefilled(source, ids), exact_tokens=[0, 1])
 
 
