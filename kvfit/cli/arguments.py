@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DTYPE = click.Choice(["auto", "float32", "bfloat16", "float16"])
 
 
-class Place(click.ParamType):
+class Place(click.types.StringParamType):
     """A path, or a ref, which may be one. The shell completes its name, but leaves the ``~`` of ``--out=~/pair.zarr`` alone."""
 
     def __init__(self, name: str) -> None:
