@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture import capture as capturing
 from kvfit.fit.capture.facts import facts
 from kvfit.fit.capture.text import TextOptions
-from kvfit.fit.evaluate import evaluate as evaluating
+from kvfit.fit.evaluate import options as evaluating
+from kvfit.fit.evaluate.compare import Comparison
 from kvfit.fit.refine import refine as refining
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.solve import solve
@@ -47,7 +50,7 @@ class Step:
     name: str
     calibration: str = "mix"
     solve: dict[str, Any] = field(default_factory=dict)
-    recompute: tuple[float, ...] = (0.0,)
+    recompute: tuple[float | str, ...] = (0.0,)
     start: str | None = None
 
 
@@ -61,6 +64,8 @@ STEPS = (
     Step("+ shared basis (default of solve)", "mix", {}, (0.0, 0.1)),
     Step("+ refined", "mix", recompute=(0.0, 0.1), start="+ shared basis (default of solve)"),
 )
+
+CONTROLLED = STEPS[-2]  # whose map the controls are made of
 
 
 def slug(name: str) -> str:
@@ -140,90 +145,116 @@ class Study:
             wanted["top_k"] = "all"
         solve(store.path, out, options=SolveOptions(**wanted))
 
-    def report(self, step: Step, recompute: float) -> dict[str, Any] | None:
-        """The evaluation of a step; None where there is no bundle because refining did not help."""
-        path = self.work / "reports" / f"{slug(step.name)}-{recompute:g}.json"
+    @cached_property
+    def comparison(self) -> Comparison:
+        """Both models, loaded once for all rows."""
+        given = self.given
+        options = evaluating.Options(
+            prefix=given.prefix,
+            continuation=given.continuation,
+            documents=given.documents,
+            probes=given.questions,
+            batch_size=given.batch,
+        )
+        first = Bundle.open(next((self.work / "bundles").iterdir()))
+        return Comparison(first, TextOptions(given.heldout), options, source=given.source, target=given.target)
+
+    def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A row that an earlier run has saved, or a new one."""
+        path = self.work / "rows" / f"{name}.json"
         if not path.exists():
-            bundle = self.bundle(step)
-            if not bundle.exists():
-                return None
-            given = self.given
-            options = evaluating.Options(
-                prefix=given.prefix,
-                continuation=given.continuation,
-                documents=given.documents,
-                probes=given.questions,
-                recompute=recompute,
-                batch_size=given.batch,
-                diagnose=0,
-                seconds=0 if given.no_times else evaluating.Options.seconds,
-            )
-            print(f"evaluating {step.name}, {recompute:.0%} recomputed", flush=True)
-            text = TextOptions(given.heldout)
-            found = evaluating.evaluate(bundle, source=given.source, target=given.target, text=text, options=options)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(described(bundle, found.report)), encoding="utf-8")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(make()), encoding="utf-8")
         return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
+    def row(self, step: Step, recompute: float | str) -> dict[str, Any] | None:
+        """What the table says of a step; None where there is no bundle because refining did not help."""
+        bundle = self.bundle(step)
+        if not bundle.exists():
+            return None
 
-def described(bundle: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """What the table needs of a bundle and its evaluation."""
-    opened = Bundle.open(bundle)
-    layers = opened.spec.layers
-    r2 = {kind: [layer.r2_holdout for layer in layers if layer.kind == kind] for kind in KINDS}
-    return {
-        "r2": {kind: sum(found) / len(found) for kind, found in r2.items()},
-        "nbytes": opened.nbytes,
-        "ways": report["ways"],
-        "tokens": report["tokens"],
-    }
+        def judge() -> dict[str, Any]:
+            print(f"judging {step.name}, recompute {recompute}", flush=True)
+            opened = Bundle.open(bundle)
+            mapper = self.comparison.mapper(opened)
+            found = asdict(self.comparison.row(mapper, recompute))  # type: ignore[arg-type]
+            layers = opened.spec.layers
+            r2 = [[layer.r2_holdout for layer in layers if layer.kind == kind] for kind in KINDS]
+            if self.given.seconds:
+                share = recompute if isinstance(recompute, float) else 0.0
+                arm = "auto" if recompute == "auto" else "handoff"
+                found["milliseconds"] = self.comparison.milliseconds(arm, self.given.seconds, mapper, share)
+            return found | {"r2": [sum(part) / len(part) for part in r2], "nbytes": opened.nbytes}
+
+        return self.kept(f"{slug(step.name)}-{recompute}", judge)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Rows that no map changes, and the controls of the last step's map."""
+
+        def judge() -> dict[str, Any]:
+            found = {name: asdict(row) for name, row in self.comparison.without_map.items()}
+            if self.given.seconds:
+                found["native"]["milliseconds"] = self.comparison.milliseconds("native", self.given.seconds)
+            return found
+
+        def controls() -> dict[str, Any]:
+            mapper = self.comparison.mapper(Bundle.open(self.bundle(CONTROLLED)))
+            return {arm: asdict(self.comparison.row(mapper, arm=arm)) for arm in ("mean", "shuffled")}  # type: ignore[arg-type]
+
+        return self.kept("models", judge) | self.kept("controls", controls)
 
 
-def line(
-    name: str, found: dict[str, Any], way: dict[str, Any], kinds: list[str], *, of_map: bool = True, timed: bool = True
-) -> str:
-    """One row of the table; without `of_map` it is about no map, without `timed` it ends before the time."""
-    low, high = (value if value is not None else float("nan") for value in way["interval"])
-    recall = []
-    for kind in kinds:
-        one = way["recall_by_kind"].get(kind)
-        recall.append("" if one is None else f"{one['recall']:.0%} ({one['log_probability']:.2f})")
+LABELS = {
+    "native": "target, its own cache (full prefill)",
+    "source": "source alone, nothing moved",
+    "no_context": "target without the context",
+    "mean": "control: mean keys and values, no content",
+    "shuffled": "control: another document's mapped cache",
+}
+
+
+def quality_line(name: str, found: dict[str, Any], timed: bool) -> str:
+    """One row of the first table."""
+    low, high = found["interval"]
     cells = [
         name,
-        f"{found['r2']['keys']:.3f} / {found['r2']['values']:.3f}" if of_map else "",
-        f"{way['nll']:.3f}",
-        f"{way['share_of_gap']:.0%} ({low:.0%} to {high:.0%})",
-        f"{way['kl']:.3f}",
-        *recall,
-        f"{found['nbytes'] / 1e6:.0f}" if of_map else "",
-        "" if way["share_of_work"] is None else f"{way['share_of_work']:.1%}",
-        "" if way["milliseconds"] is None else f"{way['milliseconds']:.1f}",
-    ][: None if timed else -1]
-    return "| " + " | ".join(cells) + " |"
-
-
-def _recomputed(way: str, share: float) -> str:
-    if way == "auto":
-        return "; recompute auto"
-    return f"; {share:.0%} recomputed" if share else ""
-
-
-def page(study: Study, found: list[tuple[Step, float, dict[str, Any]]]) -> str:
-    """The text of docs/quality.md."""
-    given, last = study.given, found[-1][2]
-    kinds = list(dict.fromkeys(kind for _, _, one in found for way in one["ways"] for kind in way["recall_by_kind"]))
-    head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", *kinds, "MB", "work", "ms"][
-        : -1 if given.no_times else None
+        "{:.3f} / {:.3f}".format(*found["r2"]) if "r2" in found else "",
+        f"{found['nll']:.3f}",
+        f"{found['share']:.0%} ({low:.0%} to {high:.0%})",
+        f"{found['kl']:.3f}",
+        f"{found['nbytes'] / 1e6:.0f}" if "nbytes" in found else "",
+        "" if found["work"] is None else f"{found['work']:.1%}",
     ]
-    timed = not given.no_times
-    lines = [
-        line(f"{step.name}{_recomputed(way['way'], share)}", one, way, kinds, timed=timed)
-        for step, share, one in found
-        for way in one["ways"]
-        if way["way"] in ("handoff", "auto") and not (way["way"] == "auto" and share)
-    ]
-    others = ("native", "source", "no_context", "mean", "shuffled")
-    lines += [line(way["label"], last, way, kinds, of_map=False, timed=timed) for way in last["ways"] if way["way"] in others]
+    if timed:
+        cells.append("" if found["milliseconds"] is None else f"{found['milliseconds']:.0f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def recall_line(name: str, found: dict[str, Any], kinds: list[str]) -> str:
+    """One row of the second table."""
+    cells = ["{:.0%} ({:.2f})".format(*found["recall"][kind]) if kind in found["recall"] else "" for kind in kinds]
+    return f"| {' | '.join([name, *cells])} |"
+
+
+def row_name(step: Step, share: float | str) -> str:
+    """A step as it was used."""
+    if share == "auto":
+        return f"{step.name}; recompute auto"
+    return f"{step.name}; {share:.0%} recomputed" if share else step.name
+
+
+def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str, dict[str, Any]]) -> str:
+    """The text of docs/quality.md.
+
+    Args:
+        study: what was asked for.
+        found: rows of the steps by name.
+        models: rows of `LABELS`.
+    """
+    given, timed = study.given, bool(study.given.seconds)
+    kinds = list(models["native"]["recall"])
+    rows = [*found, *((LABELS[name], models[name]) for name in LABELS if name in models)]
+    head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", "MB", "work", *(["ms"] if timed else [])]
     n_mix = given.sequences + study.n_facts
     return "\n".join([
         "# What each step brings",
@@ -233,18 +264,27 @@ def page(study: Study, found: list[tuple[Step, float, dict[str, Any]]]) -> str:
         "pair, and do not edit the page.",
         "",
         f"Maps fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (one token in "
-        f"{given.token_stride}), or {n_mix} with facts text. Judged on {last['tokens']['documents']} documents that no "
+        f"{given.token_stride}), or {n_mix} with facts text. Judged on {given.documents} documents that no "
         f"map has seen: {given.prefix} tokens of context, {given.continuation} scored; {given.questions} questions a kind. "
         "The first token is exact in every row.",
         "",
         "R2: mean over target layers on the holdout split, before the gain. Share of gap: of the likelihood between the source "
         "alone and the target with its own cache, with a 95 % interval over documents. KL: nats per token from the target with "
-        "its own cache. Recall: exact answers, and the mean log-probability of the answer's tokens. Work: operations as a "
-        f"share of the target's prefill.{' Ms: for one context on the machine that made the table.' if timed else ''}",
+        "its own cache. Work: operations as a share of the target's prefill."
+        f"{' Ms: for one context on the machine that made the table.' if timed else ''}",
         "",
-        "| " + " | ".join(head) + " |",
+        f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
-        *lines,
+        *(quality_line(name, row, timed) for name, row in rows),
+        "",
+        "## Recall",
+        "",
+        "Exact answers, and in brackets the mean log-probability of the answer's tokens, which tells maps apart before exact "
+        "answers do. None of the shapes of these questions is in the facts text.",
+        "",
+        f"| {' | '.join(['map', *kinds])} |",
+        "|" + "---|" * (1 + len(kinds)),
+        *(recall_line(name, row, kinds) for name, row in rows if row["recall"]),
         "",
     ])  # fmt: skip
 
@@ -265,13 +305,14 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--facts-share", type=float, default=0.25, help="of the mixed calibration; default 0.25")
     parser.add_argument("--holdout", type=float, default=0.1, help="share of the sequences that choose penalties; default 0.1")
-    parser.add_argument("--no-times", action="store_true", help="for a machine that does other things at the same time")
+    parser.add_argument("--seconds", type=float, default=0.0, help="to time each row for; default 0: the machine is not idle")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the steps to make, from 0; default all")
     return parser.parse_args()
 
 
 def main() -> None:
     """Make what is missing and write the page."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     given = arguments()
     study = Study(given)
     found = []
@@ -279,14 +320,14 @@ def main() -> None:
         if given.only and number not in given.only:
             continue
         for share in step.recompute:
-            one = study.report(step, share)
-            if one is None:
+            row = study.row(step, share)
+            if row is None:
                 print(f"{step.name}: no better than what it started from, left out", flush=True)
             else:
-                found.append((step, share, one))
+                found.append((row_name(step, share), row))
             # After every row, so that a run that is stopped leaves a page of what it has.
             if found:
-                Path(given.out).write_text(page(study, found), encoding="utf-8")
+                Path(given.out).write_text(page(study, found, study.models()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,17 +30,17 @@ def given(work: Path, **changes: Any) -> argparse.Namespace:
         "source": "demo:source", "target": "demo:target", "text": "demo:text", "heldout": "demo:heldout", "work": str(work),
         "sequences": 30, "seq_len": 64, "token_stride": 1, "prefix": 48, "continuation": 16, "documents": 4, "questions": 2,
         "batch": 4, "refine_sequences": 8, "refine_steps": 2, "facts_share": 0.25, "holdout": 0.1,
-        "no_times": False,
+        "seconds": 0.0,
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
 
-def way(name: str, **changes: Any) -> dict[str, Any]:
-    row = {
-        "way": name, "label": f"the {name} way", "nll": 2.0, "share_of_gap": 0.5, "interval": [0.25, 0.75], "kl": 0.125,
-        "recall_by_kind": {"names": {"recall": 0.75, "log_probability": -0.5}}, "share_of_work": 0.03, "milliseconds": 12.34,
+def row(**changes: Any) -> dict[str, Any]:
+    found = {
+        "nll": 2.0, "share": 0.5, "interval": [0.25, 0.75], "kl": 0.125, "recall": {"names": [0.75, -0.5]}, "work": 0.03,
+        "milliseconds": None,
     }  # fmt: skip
-    return {**row, **changes}
+    return {**found, **changes}
 
 
 def test_every_step_is_one_that_solve_takes(script: ModuleType) -> None:
@@ -53,23 +53,28 @@ def test_every_step_is_one_that_solve_takes(script: ModuleType) -> None:
 
 
 def test_the_page_has_a_row_a_step_and_the_ways_to_compare_with(script: ModuleType, tmp_path: Path) -> None:
-    found = {
-        "r2": {"keys": 0.75, "values": 0.5}, "nbytes": 3_000_000, "tokens": {"documents": 4},
-        "ways": [
-            way("native", interval=[None, None]), way("handoff"), way("auto"),
-            way("source", milliseconds=None, share_of_work=0.0),
-        ],
-    }  # fmt: skip
-    step = script.Step("a map", "mix", {}, (0.0, 0.1))
-    text = script.page(script.Study(given(tmp_path)), [(step, 0.0, found), (step, 0.1, found)])
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    names = ["a map", "a map; recompute auto", "a map; 10% recomputed", "the native way", "the source way"]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]] == names
-    assert rows[1] == "| a map | 0.750 / 0.500 | 2.000 | 50% (25% to 75%) | 0.125 | 75% (-0.50) | 3 | 3.0% | 12.3 |"
-    assert len({row.count(" | ") for row in rows}) == 1
-    untimed = script.page(script.Study(given(tmp_path, no_times=True)), [(step, 0.0, found)])
-    assert "12.3" not in untimed
-    assert "| a map | 0.750 / 0.500 | 2.000 | 50% (25% to 75%) | 0.125 | 75% (-0.50) | 3 | 3.0% |" in untimed.splitlines()
+    mapped = row(r2=[0.75, 0.5], nbytes=3_000_000, milliseconds=12.4)
+    models = {"native": row(work=1.0, milliseconds=40.0), "no_context": row(recall={}, work=None)}
+    text = script.page(script.Study(given(tmp_path, seconds=1.0)), [("a map", mapped)], models)
+    quality, recall = text.split("## Recall")
+    rows = [line for line in quality.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [
+        "| a map | 0.750 / 0.500 | 2.000 | 50% (25% to 75%) | 0.125 | 3 | 3.0% | 12 |",
+        "| target, its own cache (full prefill) |  | 2.000 | 50% (25% to 75%) | 0.125 |  | 100.0% | 40 |",
+        "| target without the context |  | 2.000 | 50% (25% to 75%) | 0.125 |  |  |  |",
+    ]
+    assert len({line.count(" |") for line in rows}) == 1
+    assert [line for line in recall.splitlines() if line.startswith("| ")] == [
+        "| map | names |", "| a map | 75% (-0.50) |", "| target, its own cache (full prefill) | 75% (-0.50) |",
+    ]  # fmt: skip
+    assert " 12 |" not in script.page(script.Study(given(tmp_path)), [("a map", mapped)], models)
+
+
+def test_rows_say_how_much_was_recomputed(script: ModuleType) -> None:
+    step = script.Step("a map")
+    assert [script.row_name(step, share) for share in (0.0, 0.1, "auto")] == [
+        "a map", "a map; 10% recomputed", "a map; recompute auto",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sequences", "share", "count"), [(30, 0.25, 10), (90, 0.1, 10), (4, 0.01, 2)])

@@ -99,7 +99,13 @@ class Prefixes:
     @cached_property
     def sources(self) -> Pairs:
         """The source's keys and values."""
-        return source_pairs(self.pair, self.ids)
+        known = self.pair.prefilled
+        if known is None:
+            return source_pairs(self.pair, self.ids)
+        name = self.ids.numpy().tobytes()
+        if name not in known:
+            known[name] = source_pairs(self.pair, self.ids)
+        return known[name]
 
     @cached_property
     def mapped(self) -> Pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,10 +58,12 @@ def likelihood(
     *,
     batch_size: int,
     greedy_tokens: int = 64,
+    chosen: Collection[Arm] = arms.ARMS,
+    references: dict[int, Reference] | None = None,
     progress: bool = True,
     kept: Callable[[str, Callable[[], Batch]], Batch] | None = None,
 ) -> dict[Arm, Scores]:
-    """Score every arm on the same documents.
+    """Score arms on the same documents.
 
     Args:
         pair: models and mapper.
@@ -69,10 +71,13 @@ def likelihood(
         prefix: tokens of context; the cache of an arm covers all but the last of them.
         batch_size: documents per forward pass.
         greedy_tokens: length of the greedy continuation; 0 for none.
+        chosen: arms to score.
+        references: remembers what native makes of each batch, to judge the next mapper on the same documents: a vocabulary's
+            worth of logits for every scored token.
         progress: show a bar.
         kept: ``kept(name, measure)`` gives what an interrupted evaluation has measured of a batch, or measures it.
     """
-    scorer = _Scorer(pair, ids, prefix, greedy_tokens)
+    scorer = _Scorer(pair, ids, prefix, greedy_tokens, chosen, references)
     joined: dict[Arm, dict[str, list[Any]]] = {}
     batches = torch.split(torch.arange(len(ids)), batch_size)
     for rows in track(batches, f"evaluate, likelihood at {prefix} tokens", "batches", show=progress):
@@ -99,8 +104,17 @@ def _scores(found: dict[str, list[Any]]) -> Scores:
 class _Scorer:
     """Scores documents batch by batch; what all batches share is made when the first is measured."""
 
-    def __init__(self, pair: arms.Pair, ids: Tensor, prefix: int, greedy_tokens: int) -> None:
+    def __init__(
+        self,
+        pair: arms.Pair,
+        ids: Tensor,
+        prefix: int,
+        greedy_tokens: int,
+        chosen: Collection[Arm],
+        references: dict[int, Reference] | None,
+    ) -> None:
         self.pair, self.ids, self.prefix, self.greedy_tokens = pair, ids, prefix, greedy_tokens
+        self.chosen, self.references = chosen, references
 
     @cached_property
     def mean(self) -> arms.Pairs:
@@ -113,22 +127,34 @@ class _Scorer:
         pair, prefix, part = self.pair, self.prefix, self.ids[rows]
         # The neighbour in the batch is the wrong document; a document alone in its batch takes the next of all.
         other = None if len(rows) > 1 else arms.Prefixes(pair, self.ids[(rows + 1) % len(self.ids), : prefix - 1])
-        prefixes = arms.Prefixes(pair, part[:, : prefix - 1], other=other, mean=self.mean)
-        reference: _Reference | None = None
+        mean = self.mean if "mean" in self.chosen else None
+        prefixes = arms.Prefixes(pair, part[:, : prefix - 1], other=other, mean=mean)
+        reference, native = self._reference(prefixes, rows)
         out: Batch = {}
         for arm in arms.ARMS:
-            if arm == "raw" and not arms.raw_allowed(pair.mapper):
+            if arm not in self.chosen or (arm == "raw" and not arms.raw_allowed(pair.mapper)):
                 continue
-            cache = arms.Rewindable(prefixes.cache(arm, next_ids=part[:, prefix - 1 : prefix]))
-            if reference is None:
-                reference = _Reference(pair, cache, part, prefix, self.greedy_tokens)
-            moved = arm in ("handoff", "auto")
-            shares = prefixes.recomputed if moved else [0.0] * len(rows)
+            if arm == "native" and native is not None:
+                cache = native
+            else:
+                cache = arms.Rewindable(prefixes.cache(arm, next_ids=part[:, prefix - 1 : prefix]))
+            shares = prefixes.recomputed if arm in ("handoff", "auto") else [0.0] * len(rows)
             out[arm] = reference.score(arms.model_of(pair, arm), cache) | {"recomputed": shares}
         return out
 
+    def _reference(self, prefixes: arms.Prefixes, rows: Tensor) -> tuple[Reference, arms.Rewindable | None]:
+        """What native makes of a batch, and its cache unless only remembered logits were needed."""
+        known = None if self.references is None else self.references.get(int(rows[0]))
+        if known is not None and "native" not in self.chosen:
+            return known, None
+        native = arms.Rewindable(prefixes.cache("native"))
+        reference = Reference(self.pair, native, self.ids[rows], self.prefix, self.greedy_tokens)
+        if self.references is not None:
+            self.references[int(rows[0])] = reference
+        return reference, native
 
-class _Reference:
+
+class Reference:
     """What the target with its own cache makes of one batch, kept to compare the other arms with."""
 
     def __init__(self, pair: arms.Pair, cache: arms.Rewindable, ids: Tensor, prefix: int, greedy_tokens: int) -> None:

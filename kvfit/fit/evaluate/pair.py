@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture import models
@@ -11,6 +11,9 @@ from kvfit.model import cache as caches
 from kvfit.model.decoder import text_config
 from kvfit.model.identity import check_model
 from kvfit.runtime.mapper import Mapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Pair:
         exact_head: first tokens that the target runs itself in the `handoff` arm.
         exact_tail: last tokens of the prefix that it runs itself there.
         recompute: share of the prefix that it recomputes there, guided by the source; 0 for none.
+        prefilled: where several mappers are judged on the same contexts: remembers the source's keys and values by the bytes
+            of the ids. None remembers nothing.
     """
 
     source: Any
@@ -32,6 +37,7 @@ class Pair:
     exact_head: int = 1
     exact_tail: int = 0
     recompute: float = 0.0
+    prefilled: dict[bytes, list[tuple[Tensor, Tensor]]] | None = None
 
 
 def load_pair(

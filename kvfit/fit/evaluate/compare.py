@@ -1,0 +1,157 @@
+"""Several mappers of one pair, judged side by side: what they share is measured once.
+
+To find out which way of fitting is best, many maps are judged on the same documents and questions. The prefills of both models
+and what native and source say are the same for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from kvfit.bundle.bundle import Bundle
+from kvfit.errors import TextError
+from kvfit.fit.capture import models
+from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.evaluate import arms, ways
+from kvfit.fit.evaluate.arms import Arm
+from kvfit.fit.evaluate.clock import timed
+from kvfit.fit.evaluate.heldout import fillers, heldout
+from kvfit.fit.evaluate.intervals import share_interval, share_of_gap
+from kvfit.fit.evaluate.likelihood import Reference, Scores, likelihood
+from kvfit.fit.evaluate.options import Options
+from kvfit.fit.evaluate.questions import Probe, probes
+from kvfit.fit.evaluate.recall import ask
+from kvfit.model import cache as caches
+from kvfit.runtime.mapper import Mapper
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of giving the target a context.
+
+    Attributes:
+        nll: mean negative log-likelihood, nats per token.
+        share: of the gap between the source and native that is recovered.
+        interval: of `share`, 95 % over documents.
+        kl: to the target with its own cache, nats per token.
+        recall: by kind of question, share of exact answers and mean log-probability of the answers' tokens.
+        work: share of a prefill's operations; None where nothing is moved.
+        recomputed: share of the documents' tokens that the target recomputed.
+        milliseconds: until the target can continue from one context, the source's own prefill left out; None where not timed.
+    """
+
+    nll: float
+    share: float
+    interval: tuple[float, float]
+    kl: float
+    recall: dict[str, tuple[float, float]]
+    work: float | None
+    recomputed: float = 0.0
+    milliseconds: float | None = None
+
+
+class Comparison:
+    """Two loaded models, documents and questions, and what needs no mapper of what they say."""
+
+    def __init__(
+        self,
+        first: Bundle,
+        text: TextOptions,
+        options: Options,
+        *,
+        source: str | None = None,
+        target: str | None = None,
+        loading: tuple[models.Options, models.Options] | None = None,
+    ) -> None:
+        """Load the models of a bundle and read the text; every other mapper must be of the same models.
+
+        Args:
+            first: any of the bundles.
+            text: held-out text.
+            options: `prefix`, `continuation`, `documents`, `probes`, `probe_kinds`, `batch_size`, `resamples` and `seed` count.
+            source: ref of the source model; default the one that the bundle names.
+            target: likewise.
+            loading: how source and target are loaded.
+
+        Raises:
+            TextError: too little text.
+        """
+        self.options = options
+        pair, self.tokenizer = arms.load_pair(first, source=source, target=target, loading=loading)
+        self.pair = replace(pair, prefilled={}, exact_head=options.exact_head, exact_tail=options.exact_tail)
+        self.prefix = options.prefixes[-1]
+        self.ids = heldout(text, self.tokenizer, self.prefix + options.continuation, options.documents, None).ids
+        self.questions = {kind: self._questions(kind, text) for kind in options.probe_kinds if options.probes}
+        self._references: dict[int, Reference] = {}
+        scores = self._scores(self.pair, ("native", "source", "no_context"))
+        self._source, self._native = scores["source"].nll, scores["native"].nll
+        self.without_map = {arm: self._row(self.pair, arm, scores[arm], asked=arm != "no_context") for arm in scores}
+
+    def _questions(self, kind: Any, text: TextOptions) -> list[Probe]:
+        options = self.options
+        texts = fillers(text, options.probes, None)
+        try:
+            return probes(
+                self.tokenizer,
+                texts,
+                kind=kind,
+                count=options.probes,
+                context_tokens=self.prefix - 1,
+                per_context=3,
+                seed=options.seed,
+            )
+        except TextError:  # no room for such facts in a context of this length
+            return []
+
+    def _scores(self, pair: arms.Pair, chosen: Sequence[Arm]) -> dict[Arm, Scores]:
+        size, references = self.options.batch_size, self._references
+        return likelihood(pair, self.ids, self.prefix, batch_size=size, greedy_tokens=0, chosen=chosen, references=references)
+
+    def _row(self, pair: arms.Pair, arm: Arm, scores: Scores, *, asked: bool = True) -> Row:
+        options, recall = self.options, dict[str, tuple[float, float]]()
+        for kind, questions in self.questions.items() if asked else ():
+            if questions:
+                answers = ask(pair, self.tokenizer, questions, (arm,), batch_size=options.batch_size)[arm]
+                exact = sum(answer.exact for answer in answers) / len(answers)
+                recall[kind] = (exact, sum(answer.log_probability for answer in answers) / len(answers))
+        low_high = share_interval(self._source, self._native, scores.nll, resamples=options.resamples, seed=options.seed)
+        recomputed = float(scores.recomputed.mean())
+        return Row(
+            nll=float(scores.nll.mean()),
+            share=share_of_gap(self._source, self._native, scores.nll),
+            interval=low_high,
+            kl=float(scores.kl.mean()),
+            recall=recall,
+            work=ways.work_shares(pair, self.prefix - 1, recomputed).get(arm),
+            recomputed=recomputed,
+        )
+
+    def mapper(self, bundle: Bundle) -> Mapper:
+        """A bundle's mapper on the target's devices."""
+        devices = caches.layer_devices(self.pair.target, bundle.spec.target.n_layers)
+        return Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
+
+    @torch.no_grad()
+    def row(self, mapper: Mapper, recompute: float | Literal["auto"] = 0.0, *, arm: Arm = "handoff") -> Row:
+        """A mapper judged.
+
+        Args:
+            mapper: of the same two models.
+            recompute: share of the context that the target recomputes, guided by the source; ``auto`` for as much as needed.
+            arm: ``mean`` and ``shuffled`` are the controls.
+        """
+        arm = "auto" if recompute == "auto" else arm
+        pair = replace(self.pair, mapper=mapper, recompute=0.0 if recompute == "auto" else recompute)
+        return self._row(pair, arm, self._scores(pair, (arm,))[arm])
+
+    def milliseconds(self, arm: Arm, seconds: float, mapper: Mapper | None = None, recompute: float = 0.0) -> float:
+        """Median time of one arm for one context, measured for about `seconds`."""
+        pair = replace(self.pair, mapper=mapper or self.pair.mapper, recompute=recompute)
+        prefixes = arms.Prefixes(pair, self.ids[:1, : self.prefix - 1])
+        devices = {*caches.layer_devices(pair.source, 1), *caches.layer_devices(pair.target, pair.mapper.spec.target.n_layers)}
+        assert prefixes.sources, "the source's prefill has happened before anything is moved"
+        return float(timed(lambda: prefixes.cache(arm), devices, seconds)["median"])
