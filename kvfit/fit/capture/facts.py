@@ -27,6 +27,7 @@ from kvfit.fit.capture.facts_words import (
 MIN_CHARS = 6000
 # Of the tables, how many are written as sentences; of the questions, how many go back to an earlier table of the document.
 PROSE_SHARE, LOOK_BACK = 0.45, 0.25
+TABLES_BEFORE_QUESTIONS, CHAIN_SHARE = (1, 1, 2, 3), 0.15
 CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
 
 Relation = tuple[str, str, str, str]
@@ -49,22 +50,29 @@ def _document(rng: random.Random, min_chars: int) -> str:
     parts: list[str] = []
     told: list[Fact] = []
     while sum(map(len, parts)) < min_chars:
-        table = _table(rng)
-        if rng.random() < 0.3:
-            parts.append(_filler(rng))
-        shape = rng.choice(PROSE if rng.random() < PROSE_SHARE else SHAPES)
-        parts.append(shape(table, rng))
-        if rng.random() < 0.4:
-            parts.append(_filler(rng))
-        parts.append(_questions(rng, table.facts, told))
-        if rng.random() < 0.25:
-            parts.append(_chain(rng))
-        told += table.facts
+        fresh: list[Fact] = []
+        # Questions after one table alone would teach a map to look back a few lines only.
+        for _ in range(rng.choice(TABLES_BEFORE_QUESTIONS)):
+            if rng.random() < 0.3:
+                parts.append(_filler(rng))
+            text, facts = _chain(rng) if rng.random() < CHAIN_SHARE else _written(rng)
+            parts.append(text)
+            fresh += facts
+            if rng.random() < 0.4:
+                parts.append(_filler(rng))
+        parts.append(_questions(rng, fresh, told))
+        told += fresh
     return "\n\n".join(parts)
 
 
+def _written(rng: random.Random) -> tuple[str, list[Fact]]:
+    """A table in one of the shapes, and its facts."""
+    table = _table(rng)
+    return rng.choice(PROSE if rng.random() < PROSE_SHARE else SHAPES)(table, rng), table.facts
+
+
 def _questions(rng: random.Random, fresh: list[Fact], told: list[Fact]) -> str:
-    asked = rng.sample(fresh, min(len(fresh), rng.randint(3, 7)))
+    asked = rng.sample(fresh, min(len(fresh), rng.randint(3, 7 + len(fresh) // 4)))
     if told:
         asked = [rng.choice(told) if rng.random() < LOOK_BACK else fact for fact in asked]
     ways = rng.sample(ASKS, rng.choice((1, 1, 1, 2)))
@@ -102,8 +110,8 @@ def _fact(rng: random.Random, name: str, relation: Relation) -> Fact:
     return Fact(name, label, value, statement.format(n=name, v=value), question.format(n=name))
 
 
-def _chain(rng: random.Random) -> str:
-    """Facts in two steps: who belongs to which group, what holds for each group, and questions that need both."""
+def _chain(rng: random.Random) -> tuple[str, list[Fact]]:
+    """Who belongs to which group and what holds for each group; the facts need both, and their statements name both."""
     groups = [_word(rng) for _ in range(rng.randint(2, 4))]
     group_kind, member_kind = rng.sample(("team", "district", "crew", "branch", "order", "fund", "class", "depot"), 2)
     held = {group: _value(rng, rng.choice(("digits3", "person", "city", "date", "code"))) for group in groups}
@@ -112,14 +120,17 @@ def _chain(rng: random.Random) -> str:
     lines = [f"{name} ({member_kind}) is part of {group_kind} {group}." for name, group in members.items()]
     lines += [f"For {group_kind} {group} the {prop} is {value}." for group, value in held.items()]
     rng.shuffle(lines)
-    asked = [
-        rng.choice((
-            f"Which {prop} holds for {name}? {name} is part of {group_kind} {group}, so it is {held[group]}.",
-            f"The {prop} that holds for {name} is {held[group]}.",
-        ))
+    facts = [
+        Fact(
+            name=name,
+            label=prop,
+            value=held[group],
+            statement=f"{name} is part of {group_kind} {group}, so the {prop} is {held[group]}.",
+            question=f"Which {prop} holds for {name}?",
+        )
         for name, group in members.items()
-    ]  # fmt: skip
-    return rng.choice((" ", "\n")).join(lines) + "\n\n" + "\n".join(asked)
+    ]
+    return rng.choice((" ", "\n")).join(lines), facts
 
 
 def _filler(rng: random.Random) -> str:
