@@ -20,6 +20,7 @@ from typing import Any
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture import capture as capturing
+from kvfit.fit.capture import models
 from kvfit.fit.capture.facts import facts
 from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.evaluate import options as evaluating
@@ -80,6 +81,7 @@ class Study:
         self.given = given
         self.work = Path(given.work)
         self.work.mkdir(parents=True, exist_ok=True)
+        self.loading = (models.Options(dtype=given.dtype),) * 2
         self.text = TextOptions(given.text)
         self.facts = TextOptions(str(self._facts_file()))
 
@@ -112,9 +114,8 @@ class Study:
         path = self.work / f"{name}.zarr"
         if not path.exists() or not read_record(path).finished:
             print(f"capturing {name}", flush=True)
-            capturing.capture(
-                self.given.source, self.given.target, path, text=text, options=options, resume=True, batch_size=self.given.batch
-            )
+            refs, size = (self.given.source, self.given.target), self.given.batch
+            capturing.capture(*refs, path, text=text, options=options, loading=self.loading, resume=True, batch_size=size)
         return path
 
     def store(self, calibration: str) -> Path:
@@ -132,9 +133,9 @@ class Study:
             return self.made(path, lambda out: self.solved(step, out))
         start = self.bundle(next(other for other in STEPS if other.name == step.start))
         given = self.given
-        schedule = refining.Schedule(steps=given.refine_steps)
+        schedule = refining.Schedule(steps=given.refine_steps, batch_size=given.batch)
         options = refining.Options(num_sequences=given.refine_sequences, seq_len=given.seq_len, schedule=schedule)
-        texts, refs = (self.text, self.facts), {"source": given.source, "target": given.target}
+        texts, refs = (self.text, self.facts), {"source": given.source, "target": given.target, "loading": self.loading}
         return self.made(path, lambda out: print(refining.refine(start, out, texts=texts, options=options, **refs), flush=True))
 
     def solved(self, step: Step, out: Path) -> None:
@@ -157,7 +158,8 @@ class Study:
             batch_size=given.batch,
         )
         first = Bundle.open(next((self.work / "bundles").iterdir()))
-        return Comparison(first, TextOptions(given.heldout), options, source=given.source, target=given.target)
+        refs = {"source": given.source, "target": given.target}
+        return Comparison(first, TextOptions(given.heldout), options, **refs, loading=self.loading)
 
     def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A row that an earlier run has saved, or a new one."""
@@ -303,6 +305,7 @@ def arguments() -> argparse.Namespace:
         ("questions", 48), ("batch", 4), ("refine-sequences", 64), ("refine-steps", 200),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--dtype", default="auto", help="of both models; float32 is faster on most CPUs; default as stored")
     parser.add_argument("--facts-share", type=float, default=0.25, help="of the mixed calibration; default 0.25")
     parser.add_argument("--holdout", type=float, default=0.1, help="share of the sequences that choose penalties; default 0.1")
     parser.add_argument("--seconds", type=float, default=0.0, help="to time each row for; default 0: the machine is not idle")
