@@ -244,9 +244,11 @@ def solve(
 @click.option("--num-sequences", default=64, help="Sequences to learn from and to stop by.")
 @click.option("--seq-len", default=512, help="Tokens of a sequence.")
 @click.option("--holdout", default=0.25, help="Share of the sequences that says when to stop and whether the result is better.")
-@click.option("--rank", default=64, help="Rank of the correction of each map.")
+@click.option("--rank", default=2048, help="Most directions of its inputs that each map's correction reads.")
 @click.option("--steps", default=200, help="Most steps of training.")
-@click.option("--learning-rate", default=2e-3, help="Of Adam, in standard deviations of an output.")
+@click.option(
+    "--learning-rate", default=0.02, help="Of Adam: the most that a step moves an output, in its standard deviations."
+)
 @click.option("--batch-size", default=4, help="Sequences of a step.")
 @click.option("--seed", default=0, help="Of batches and lengths.")
 @loading_options

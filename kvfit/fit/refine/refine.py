@@ -48,14 +48,14 @@ class Options:
         num_sequences: sequences to learn from and to stop by, taken from the texts by their shares.
         seq_len: tokens of each.
         holdout: share of the sequences that only says when to stop, and whether the result is better.
-        rank: of each map's correction.
+        rank: most directions of its inputs that each map's correction reads.
         schedule: of the training.
     """
 
     num_sequences: int = 64
     seq_len: int = 512
     holdout: float = 0.25
-    rank: int = 64
+    rank: int = 2048
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:

@@ -36,8 +36,8 @@ class Schedule:
     Attributes:
         steps: most steps.
         batch_size: sequences of a step.
-        learning_rate: of Adam, in units of an output's standard deviation; rises over the first steps,
-            then decays to zero along a cosine.
+        learning_rate: of Adam: how far a step moves an output at most, in units of its standard deviation and of its inputs',
+            however many directions it reads. Rises over the first steps, then decays to zero along a cosine.
         continuation: tokens after the prefix that are scored.
         prefix_least: shortest prefix; the length is drawn anew at each step.
         clip: largest norm of a step's gradient.
@@ -48,7 +48,7 @@ class Schedule:
 
     steps: int = 200
     batch_size: int = 4
-    learning_rate: float = 2e-3
+    learning_rate: float = 0.02
     continuation: int = 128
     prefix_least: int = 64
     clip: float = 1.0
@@ -146,7 +146,9 @@ def train(
     """
     rng = random.Random(schedule.seed)
     parameters = list(correction.matrices.values())
-    optimizer = torch.optim.Adam(parameters, lr=schedule.learning_rate)
+    # Adam moves every entry alike, so the same rate moves an output by the root of the number of its inputs.
+    rates = [{"params": [one], "lr": schedule.learning_rate / math.sqrt(len(one))} for one in parameters]
+    optimizer = torch.optim.Adam(rates)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
     best = [parameter.detach().clone() for parameter in parameters]
     looks = [{"step": 0, "kl": holdout_divergence(correction, continuation, holdout, schedule)}]

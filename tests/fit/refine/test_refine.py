@@ -28,7 +28,7 @@ from tests.support import made_mappers
 
 FLOAT32 = (models.Options(dtype="float32", device="cpu"),) * 2
 TEXT = (TextOptions("demo:text"),)
-SCHEDULE = Schedule(steps=20, batch_size=3, learning_rate=0.01, continuation=16, prefix_least=16, check_every=10)
+SCHEDULE = Schedule(steps=20, batch_size=3, learning_rate=0.06, continuation=16, prefix_least=16, check_every=10)
 OPTIONS = Options(num_sequences=12, seq_len=64, rank=32, schedule=SCHEDULE)
 
 
