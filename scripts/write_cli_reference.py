@@ -19,7 +19,7 @@ from kvfit.cli.main import cli
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "cli.md"
 
-HEAD = r"""<!-- Written by scripts/write_cli_reference.py. Change kvfit/cli/main.py or arguments.py, then run that script. -->
+HEAD = r"""<!-- Written by scripts/write_cli_reference.py. Change the command in kvfit/cli/, then run that script. -->
 
 # Command line
 

@@ -190,123 +190,18 @@ def text_options(default: str | None) -> Callable[[F], F]:
     )
 
 
-# What `solve` and `evaluate` are asked for.
-solve_options = _options(
-    click.option(
-        "--top-k", callback=top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
-    ),
-    click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen."),
-    click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers."),
-    click.option(
-        "--penalty",
-        callback=penalty,
-        metavar="NUMBER|auto",
-        default="auto",
-        help="Ridge penalty; auto chooses per kind and layer on the holdout split.",
-    ),
-    click.option(
-        "--penalty-scale",
-        type=click.Choice(["mean-variance", "covariance", "scatter"]),
-        default="mean-variance",
-        help="What the penalty multiplies.",
-    ),
-    click.option(
-        "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
-    ),
-    click.option(
-        "--inputs",
-        type=click.Choice(["auto", "same", "both"]),
-        default="auto",
-        help="both: predict each kind from keys and values; auto: what the store has.",
-    ),
-    click.option(
-        "--lexical",
-        type=click.Choice(["auto", "none"]),
-        default="auto",
-        help="auto: also read the target's first layer of the token and those before it, where the store has them.",
-    ),
-    click.option(
-        "--rank",
-        callback=rank,
-        metavar="N|auto|none",
-        default="auto",
-        help="Directions of a basis that all target layers share; none: a map of its own for every layer.",
-    ),
-    click.option(
-        "--cost",
-        callback=cost,
-        metavar="SHARE|none",
-        default="0.05",
-        help="The most that what is chosen by auto may cost a token, as a share of the target's prefill.",
-    ),
-    click.option(
-        "--gain",
-        type=click.Choice(["variance", "head", "none"]),
-        default="variance",
-        help="Give predictions the target's variance.",
-    ),
-    click.option(
-        "--gain-split",
-        type=click.Choice(["auto", "fit", "holdout"]),
-        default="auto",
-        help="Where the gain's variances come from; auto: holdout where it has 2,048 tokens.",
-    ),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        default="auto",
-        help="Of the stored weights; auto: bfloat16 where the target is a 16-bit model.",
-    ),
-    click.option(
-        "--recipe",
-        type=click.Choice(["heo2026"]),
-        help="A recipe of the literature, in place of the defaults of the options above.",
-    ),
-    click.option("--device", default="cpu", help="Where the linear algebra runs."),
-    click.option("--memory-budget", callback=size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra."),
-    click.option(
-        "--precision",
-        type=click.Choice(["auto", "float64", "mixed"]),
-        default="auto",
-        help="mixed: float32 factors, float64 refinement; auto: mixed on GPUs that are slow at float64.",
-    ),
-    click.option(
-        "--sweep",
-        multiple=True,
-        metavar="NAME=VALUE,...",
-        help="Write a table of R2, size and speed instead: top_k, penalty, gain, support, select; more of them may follow it.",
-    ),
-)
-evaluate_options = _options(
-    click.option(
-        "--text",
-        "texts",
-        multiple=True,
-        callback=named,
-        metavar="NAME=DATASET",
-        help="A further text of another kind, reported apart; may be given several times.",
-    ),
-    click.option(
-        "--prefix", default="384", callback=lengths, metavar="N[,N...]", help="Tokens of context; several lengths in turn."
-    ),
-    click.option("--continuation", default=128, help="Tokens scored after it."),
-    click.option("--documents", default=48, help="Documents to use."),
-    click.option("--probes", default=40, help="Recall questions of each kind; 0 for none."),
-    click.option(
-        "--probe-kinds",
-        callback=names,
-        metavar="KIND[,KIND...]",
-        help="Of names, list, sentence, item, reworded, two-hop; default: all.",
-    ),
-    click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none."),
-    click.option("--diagnose", default=8, help="Documents on which layers and heads are diagnosed; 0 for none."),
-    click.option("--turns", default=0, help="Turns of the target in a conversation that goes back and forth; 0 for none."),
-    click.option("--exact-head", default=1, help="First tokens that the target runs itself, in the arm that is judged."),
-    click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself."),
-    click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source."),
-    click.option("--transcripts", default=10, help="Documents whose continuations the HTML page shows; 0 for none."),
-    click.option("--seconds", default=60.0, help="Time for all timings together; 0 for no times."),
-    click.option("--time-tokens", default=0, help="Time lengths up to this one; default: up to the longest prefix."),
-    click.option("--threshold", "thresholds", multiple=True, callback=named, metavar="NAME=NUMBER", help="Another threshold."),
-    click.option("--batch-size", default=8, help="Documents per forward pass."),
-)
+def loading_from(values: dict[str, Any]) -> tuple[Any, Any]:
+    """Take the options of loading out of a command's values: how the source is loaded, and how the target is."""
+    from kvfit.fit.capture import models
+
+    shared = {name: values.pop(name) for name in ("dtype", "device_map", "attn_implementation", "trust_remote_code")}
+    source, target = values.pop("source_device"), values.pop("target_device")
+    return models.Options(device=source, **shared), models.Options(device=target, **shared)
+
+
+def text_from(values: dict[str, Any]) -> Any:
+    """Take the options of the text out of a command's values."""
+    from kvfit.fit.capture.text import TextOptions
+
+    names = ("dataset", "dataset_config", "dataset_revision", "split", "text_column")
+    return TextOptions(*(values.pop(name) for name in names))

@@ -10,11 +10,11 @@ import yaml
 from click.testing import CliRunner, Result
 
 from kvfit.bundle.bundle import Bundle
-from kvfit.cli import fit
+from kvfit.cli import job as jobs
 from kvfit.cli.main import cli
 from kvfit.errors import GateError, OptionError
 
-COMMANDS = {name: cli.commands[name] for name in (*fit.PARTS, "plan")}
+COMMANDS = {name: cli.commands[name] for name in (*jobs.PARTS, "plan")}
 SMALL = (
     "--num-sequences 24 --seq-len 128 --documents 4 --prefix 48 --continuation 16 "
     "--probes 0 --greedy 0 --diagnose 0 --seconds 0"
@@ -38,30 +38,30 @@ def run(*words: str) -> Result:
     ],
 )  # fmt: skip
 def test_an_option_goes_to_its_part(words: str, found: dict[str, Any]) -> None:
-    assert fit.parse_options(words.split(), COMMANDS) == found
+    assert jobs.parse_options(words.split(), COMMANDS) == found
 
 
 @pytest.mark.parametrize("words", ["--nonsense 1", "--store x", "--penalty", "word", "--capture-out x", "--sweep top_k=1"])
 def test_what_no_part_takes_is_refused(words: str) -> None:
     with pytest.raises(OptionError, match="needed"):
-        fit.parse_options(words.split(), COMMANDS)
+        jobs.parse_options(words.split(), COMMANDS)
 
 
 def test_every_option_of_the_parts_is_accepted() -> None:
-    for part in fit.PARTS:
-        for name, option in fit._names(COMMANDS[part]).items():
-            if name not in fit.OWN[part]:
+    for part in jobs.PARTS:
+        for name, option in jobs.option_names(COMMANDS[part]).items():
+            if name not in jobs.OWN[part]:
                 words = [f"--{part}-{name}"] if option.is_flag else [f"--{part}-{name}", "1"]
-                assert name in fit.parse_options(words, COMMANDS)[part]
+                assert name in jobs.parse_options(words, COMMANDS)[part]
 
 
 def test_a_job_reads_back_and_its_published_form_has_no_path(tmp_path: Path) -> None:
     text = tmp_path / "mine.jsonl"
     text.write_text("{}")
-    job = fit.Job(str(tmp_path / "small"), "org/large", {"capture": {"dataset": [str(text), "demo:text"], "pack": True}})
+    job = jobs.Job(str(tmp_path / "small"), "org/large", {"capture": {"dataset": [str(text), "demo:text"], "pack": True}})
     (tmp_path / "fit.yaml").write_text(job.to_yaml())
-    parts = {part: dict(job.parts.get(part, {})) for part in fit.PARTS}
-    assert fit.read_job(tmp_path / "fit.yaml") == fit.Job(job.source, job.target, parts)
+    parts = {part: dict(job.parts.get(part, {})) for part in jobs.PARTS}
+    assert jobs.read_job(tmp_path / "fit.yaml") == jobs.Job(job.source, job.target, parts)
     published = job.to_yaml(published=True)
     assert str(tmp_path) not in published
     assert yaml.safe_load(published)["capture"]["dataset"] == ["mine.jsonl", "demo:text"]
@@ -72,7 +72,7 @@ def test_a_job_reads_back_and_its_published_form_has_no_path(tmp_path: Path) -> 
 def test_a_file_that_describes_no_job_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "fit.yaml").write_text(text)
     with pytest.raises(OptionError, match=r"fit\.yaml"):
-        fit.read_job(tmp_path / "fit.yaml")
+        jobs.read_job(tmp_path / "fit.yaml")
 
 
 def test_the_whole_job_once_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_the_whole_job_once_and_again(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "published").exists()
     bundle = Bundle.open(tmp_path / "bundle")
     assert bundle.verdict == "fail"
-    job = fit.read_job(tmp_path / "bundle" / "fit.yaml")
+    job = jobs.read_job(tmp_path / "bundle" / "fit.yaml")
     assert job.parts["capture"] == {"dataset": ["demo:text"], "num-sequences": "24", "seq-len": "128"}
     monkeypatch.setattr("kvfit.fit.capture.capture.capture", None)
     monkeypatch.setattr("kvfit.fit.solve.solve.solve", None)
@@ -116,10 +116,10 @@ def test_a_bundle_of_unknown_origin_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_evaluate_remembers_local_models(tmp_path: Path) -> None:
-    assert fit.local_refs(tmp_path / "bundle") == (None, None)
-    fit.work_folder(tmp_path / "bundle").mkdir()
+    assert jobs.local_refs(tmp_path / "bundle") == (None, None)
+    jobs.work_folder(tmp_path / "bundle").mkdir()
     (tmp_path / "bundle.fit" / "fit.yaml").write_text(json.dumps({"source": "/models/a", "target": "/models/b"}))
-    assert fit.local_refs(tmp_path / "bundle") == ("/models/a", "/models/b")
+    assert jobs.local_refs(tmp_path / "bundle") == ("/models/a", "/models/b")
 
 
 @pytest.mark.parametrize("words", [[], ["one"], ["a", "b", "c"]])

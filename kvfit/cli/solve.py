@@ -1,0 +1,172 @@
+"""The commands that make a bundle, with their options: solve and refine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvfit.cli.arguments import cost, json_option, loading_from, loading_options, path, penalty, rank, ref, size, top_k
+from kvfit.cli.console import Verb, say
+
+
+@click.command(cls=Verb)
+@click.argument("store", type=path)
+@click.argument("grid", nargs=-1)
+@click.option("--out", required=True, type=path, help="The bundle's folder; must not exist.")
+@click.option(
+    "--top-k", callback=top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
+)
+@click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen.")
+@click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers.")
+@click.option(
+    "--penalty",
+    callback=penalty,
+    metavar="NUMBER|auto",
+    default="auto",
+    help="Ridge penalty; auto chooses per kind and layer on the holdout split.",
+)
+@click.option(
+    "--penalty-scale",
+    type=click.Choice(["mean-variance", "covariance", "scatter"]),
+    default="mean-variance",
+    help="What the penalty multiplies.",
+)
+@click.option(
+    "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
+)
+@click.option(
+    "--inputs",
+    type=click.Choice(["auto", "same", "both"]),
+    default="auto",
+    help="both: predict each kind from keys and values; auto: what the store has.",
+)
+@click.option(
+    "--lexical",
+    type=click.Choice(["auto", "none"]),
+    default="auto",
+    help="auto: also read the target's first layer of the token and those before it, where the store has them.",
+)
+@click.option(
+    "--rank",
+    callback=rank,
+    metavar="N|auto|none",
+    default="auto",
+    help="Directions of a basis that all target layers share; none: a map of its own for every layer.",
+)
+@click.option(
+    "--cost",
+    callback=cost,
+    metavar="SHARE|none",
+    default="0.05",
+    help="The most that what is chosen by auto may cost a token, as a share of the target's prefill.",
+)
+@click.option(
+    "--gain",
+    type=click.Choice(["variance", "head", "none"]),
+    default="variance",
+    help="Give predictions the target's variance.",
+)
+@click.option(
+    "--gain-split",
+    type=click.Choice(["auto", "fit", "holdout"]),
+    default="auto",
+    help="Where the gain's variances come from; auto: holdout where it has 2,048 tokens.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+    help="Of the stored weights; auto: bfloat16 where the target is a 16-bit model.",
+)
+@click.option(
+    "--recipe",
+    type=click.Choice(["heo2026"]),
+    help="A recipe of the literature, in place of the defaults of the options above.",
+)
+@click.option("--device", default="cpu", help="Where the linear algebra runs.")
+@click.option("--memory-budget", callback=size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra.")
+@click.option(
+    "--precision",
+    type=click.Choice(["auto", "float64", "mixed"]),
+    default="auto",
+    help="mixed: float32 factors, float64 refinement; auto: mixed on GPUs that are slow at float64.",
+)
+@click.option(
+    "--sweep",
+    multiple=True,
+    metavar="NAME=VALUE,...",
+    help="Write a table of R2, size and speed instead: top_k, penalty, gain, support, select; more of them may follow it.",
+)
+@click.option("--plots", is_flag=True, help="Also draw the R2 map and the curves per layer into the bundle.")
+@json_option
+def solve(
+    store: str,
+    grid: tuple[str, ...],
+    out: str,
+    recipe: str | None,
+    sweep: tuple[str, ...],
+    plots: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Solve a map from the statistics in STORE and write it as a bundle. No model runs.
+
+    With --sweep, solve every combination and write a table and its picture into the folder --out:
+    kvfit solve pair.zarr --out sweep --sweep top_k=1,2,4,8,all penalty=1e-4,1e-3,1e-2,1e-1
+    """
+    import dataclasses
+
+    from kvfit.fit.solve import solve as verb
+
+    if grid and not sweep:
+        raise click.UsageError(f"found {' '.join(grid)} after STORE, needed nothing there: only --sweep takes more")
+    running = {name: values.pop(name) for name in ("device", "memory_budget", "precision")}
+    if recipe:
+        context = click.get_current_context()
+        defaults = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+        values = {name: value for name, value in values.items() if context.get_parameter_source(name) not in defaults}
+    options = dataclasses.replace(verb.RECIPES[recipe] if recipe else verb.Options(), **values)
+    if sweep:
+        from kvfit.fit.solve import sweep as sweeping
+
+        wanted = sweeping.parse_grid([*sweep, *grid])
+        say(sweeping.sweep(store, out, wanted, options=options, **running), as_json)
+        return
+    say(verb.solve(store, out, options=options, plots=plots, **running), as_json)
+
+
+@click.command(cls=Verb)
+@click.argument("bundle", type=path)
+@click.option("--out", required=True, type=path, help="The refined bundle's folder; must not exist.")
+@click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
+@click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
+@click.option("--dataset", "datasets", multiple=True, type=ref, help="REF or REF=SHARE, text to learn from; may be repeated.")
+@click.option("--text-column", default="text", help="Column that holds the text.")
+@click.option("--num-sequences", default=64, help="Sequences to learn from and to stop by.")
+@click.option("--seq-len", default=512, help="Tokens of a sequence.")
+@click.option("--holdout", default=0.25, help="Share of the sequences that says when to stop and whether the result is better.")
+@click.option("--rank", default=2048, help="Most directions of its inputs that each map's correction reads.")
+@click.option("--steps", default=200, help="Most steps of training.")
+@click.option(
+    "--learning-rate", default=0.02, help="Of Adam: the most that a step moves an output, in its standard deviations."
+)
+@click.option("--batch-size", default=4, help="Sequences of a step.")
+@click.option("--seed", default=0, help="Of batches and lengths.")
+@loading_options
+@json_option
+def refine(
+    bundle: str, out: str, source: str | None, target: str | None, datasets: tuple[str, ...], as_json: bool, **values: Any
+) -> None:
+    """Train BUNDLE's maps through the frozen target for a few hundred steps. Writes a new bundle only if it is better."""
+    from kvfit.cli.job import local_refs
+    from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
+    from kvfit.fit.refine import refine as verb
+
+    column, loading = values.pop("text_column"), loading_from(values)
+    texts = mix(datasets or DEFAULT_MIX, TextOptions(column=column))
+    training = {name: values.pop(name) for name in ("steps", "learning_rate", "batch_size", "seed")}
+    options = verb.Options(**values, schedule=verb.Schedule(**training))
+    remembered = local_refs(bundle)
+    source, target = source or remembered[0], target or remembered[1]
+    say(verb.refine(bundle, out, texts=texts, source=source, target=target, options=options, loading=loading), as_json)
