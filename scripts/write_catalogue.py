@@ -22,27 +22,15 @@ HEAD = """<!-- Written by scripts/write_catalogue.py from registry/. Run it agai
 The mappers that are published for this version of kvfit; `kvfit list` prints the same. If your two models are not in the
 table, [fit a mapper](guides/fit-one-gpu.md): one of another pair, or of other versions of these models, is no substitute.
 
-Each row is about one way of moving: the evaluation's `handoff`, with the guided recompute that it was judged with. **Recall**
-is the share of questions answered right whose answer only the moved part of the conversation holds. **Share of gap** is how
-much of the difference in likelihood between source and target the move keeps. **Speed** is how many times as fast as a prefill
-by the target it was, and **work** the share of that prefill's operations that it takes. [What they tell and what they do
-not](concepts/r2-and-likelihood.md). The table is made from the [registry](reference/registry.md).
+Each row is about one way of moving: the evaluation's `handoff`, with the guided recompute that it was judged with. Below a
+mapper's name are its verdict, its size and its licence. **Recall** is the share of questions answered right whose answer only
+the moved part of the conversation holds. **Share of gap** is how much of the difference in likelihood between source and target
+the move keeps. **Speed** is how many times as fast as a prefill by the target it was, and **work** the share of that prefill's
+operations that it takes. [What they tell and what they do not](concepts/r2-and-likelihood.md). The table is made from the
+[registry](reference/registry.md).
 """
 
-COLUMNS = (
-    "Source",
-    "Target",
-    "Mapper",
-    "Verdict",
-    "Recall",
-    "Share of gap",
-    "Speed",
-    "Work",
-    "KL to native",
-    "R2 keys / values",
-    "MB",
-    "Licence",
-)
+COLUMNS = ("Source and target", "Mapper", "Recall", "Share of gap", "Speed", "Work", "KL to native", "R2 keys / values")
 
 
 def _percent(value: float | None) -> str:
@@ -55,19 +43,16 @@ def _number(value: float | None, digits: int) -> str:
 
 def _row(entry: MapperEntry) -> Iterator[str]:
     scores = dict(entry.scores)
-    yield f"`{entry.source.ref}`"
-    yield f"`{entry.target.ref}`"
+    yield f"`{entry.source.ref}`<br>`{entry.target.ref}`"
     where = f"https://huggingface.co/{entry.repo}/tree/{entry.commit}" if entry.repo else None
-    yield f"[`{entry.name}`]({where})" if where else f"`{entry.name}`"
-    yield entry.verdict
+    name = f"[`{entry.name}`]({where})" if where else f"`{entry.name}`"
+    yield f"{name}<br>{entry.verdict}, {entry.nbytes / 1e6:.1f} MB, {entry.license}"
     yield _percent(scores.get("recall"))
     yield _percent(scores.get("share_of_gap"))
     yield "" if scores.get("speed") is None else f"{scores['speed']:.2g} x"
     yield _percent(scores.get("share_of_work"))
     yield _number(scores.get("kl"), 3)
     yield f"{_number(scores.get('r2_keys'), 2)} / {_number(scores.get('r2_values'), 2)}"
-    yield f"{entry.nbytes / 1e6:.1f}"
-    yield entry.license
 
 
 def _use(entry: MapperEntry) -> str:

@@ -54,7 +54,7 @@ def r2_layers(report: dict[str, Any]) -> bytes:
         axis.set_xticks(at[:: max(1, len(at) // 8)])
         axis.grid(alpha=0.3)
     _legend(figure, axes[:1])
-    figure.suptitle("R2 per target layer before the gain (grey: heads, holdout)")
+    figure.suptitle("How much of each target layer the map explains: R2 before the gain (grey: heads, holdout)")
     return _png(figure)
 
 
@@ -76,7 +76,7 @@ def sweep_curves(rows: list[dict[str, Any]]) -> bytes:
         axis.set(title=kind, xlabel="source layers per target layer", ylabel="R2, mean over target layers")
         axis.grid(alpha=0.3)
     _legend(figure, axes[:1])
-    figure.suptitle("R2 before the gain: holdout split (solid) and fit split (dashed)")
+    figure.suptitle("Do more source layers help? R2 before the gain on the holdout split (solid) and the fit split (dashed)")
     return _png(figure)
 
 
@@ -136,6 +136,8 @@ def length_curves(prefixes: dict[str, Any]) -> bytes:
 
 def time_curves(lengths: list[dict[str, Any]]) -> bytes:
     """Time of each way of moving by length, and how much faster than a prefill it is."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     figure, axes = _figure(2)
     at = [row["tokens"] for row in lengths]
     for name, label, style in (
@@ -151,15 +153,16 @@ def time_curves(lengths: list[dict[str, Any]]) -> bytes:
         speeds = [row["prefill"]["median"] / row[name]["median"] for row in lengths]
         axes[1].plot(at, speeds, style, color=colour)
     axes[1].axhline(1.0, color="0.4", linewidth=1)
-    axes[1].annotate("as fast as a prefill", (at[0], 1.0), xytext=(0, 4), textcoords="offset points", fontsize=8, color="0.4")
     axes[0].set(title="milliseconds, median", xlabel="tokens moved", xscale="log", yscale="log")
+    axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # 100 reads better than ten squared
-    axes[1].set(title="times as fast as a prefill", xlabel="tokens moved", xscale="log")
+    axes[0].yaxis.set_minor_locator(NullLocator())
+    axes[1].set(title="times as fast as a prefill (grey line: as fast)", xlabel="tokens moved", xscale="log")
     for axis in axes:
         _length_ticks(axis, at)
     axes[1].set_ylim(bottom=0)
     _legend(figure, axes[:1])
-    figure.suptitle("From which length on does moving pay? Above the line it does")
+    figure.suptitle("From which length on does moving pay? Where a curve on the right is above the line")
     return _png(figure)
 
 
@@ -184,7 +187,9 @@ def _length_ticks(axis: Any, lengths: list[int]) -> None:
 def _legend(figure: Any, axes: Any) -> None:
     """One legend for all panels, below them, where no curve runs."""
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)), fontsize=8, frameon=False)
+    n_lines = -(-len(labels) // 5)
+    columns = -(-len(labels) // n_lines)  # so that the last line is as full as the others
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def _figure(columns: int) -> tuple[Any, Any]:

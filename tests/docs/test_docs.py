@@ -230,8 +230,8 @@ def test_the_catalogue_shows_the_best_of_a_pair_once() -> None:
 
     page = script("write_catalogue").page([entry("good", "pass", (("recall", 0.9), ("kl", 0.25))), entry("new", "unknown", ())])
     link = f"[`org/good@v1`](https://huggingface.co/org/good/tree/{'a' * 40})"
-    assert f"| `org/small` | `org/large` | {link} | pass | 90% |  |  |  | 0.250 |  /  | 2.5 | mit |" in page
-    assert "| unknown |  |  |  |  |  |  /  | 2.5 | mit |" in page
+    assert f"| `org/small`<br>`org/large` | {link}<br>pass, 2.5 MB, mit | 90% |  |  |  | 0.250 |  /  |" in page
+    assert "<br>unknown, 2.5 MB, mit |  |  |  |  |  |  /  |" in page
     assert page.count('load_mapper(source="org/small", target="org/large")') == 1
     assert '```python title="Not run here: needs the Hub"' in page
 

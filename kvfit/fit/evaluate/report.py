@@ -7,6 +7,8 @@ also quotes held-out text, so it lies beside the bundle and is not published wit
 from __future__ import annotations
 
 import base64
+import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,19 @@ def html_page(report: dict[str, Any], spec: MapperSpec, pictures: dict[str, byte
     return _rendered("html", report, spec, pictures, transcripts)
 
 
+def _prose(text: str) -> str:
+    """A paragraph as HTML: escaped, and what stands in backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
+
+
 def _rendered(
     form: str, report: dict[str, Any], spec: MapperSpec, pictures: dict[str, bytes], transcripts: list[dict[str, str]]
 ) -> str:
     import jinja2
 
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    # Escaping is the template's: names and reasons reach HTML through the filter `e`, Markdown as they are.
+    # Escaping is the template's: names and reasons reach HTML through the filters `e` and `prose`, Markdown as they are.
+    environment.filters["prose"] = _prose
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     inline = {name: base64.b64encode(data).decode() for name, data in pictures.items()}
     return template.render(

@@ -3,6 +3,7 @@
 import html
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -261,6 +262,8 @@ def test_the_page_needs_no_other_file(bundle: Path, report: dict[str, Any]) -> N
     assert page.count('class="context"') == 3  # as many transcripts as were asked for
     assert "href=" not in page
     assert page.count("src=") == 2
+    assert f"<code>{report['weights_digest']}</code>" in page
+    assert "`" not in re.sub("<table.*?</table>", "", page, flags=re.DOTALL)
     for row in report["ways"]:
         assert row["label"] in html.unescape(page)
     hostile = [{"context": "<script>alert(1)</script>", "native": "<b>", "handoff": "a & b", "source": "-"}]
