@@ -107,7 +107,8 @@ def handoff(
     Args:
         mapper: from the source to the target.
         target_model: the loaded target; that it is the one the mapper was fitted on is checked at first use.
-        input_ids: (B, S), the whole conversation in ids of the target. The source's cache covers its first T tokens, T <= S.
+        input_ids: (B, S), the whole conversation in ids of the target, on any device. The source's cache covers its first T
+            tokens, T <= S.
         source_cache: the source's cache; never changed.
         attention_mask: (B, S), for left-padded batches: 0 on padding. Default all ones.
         exact_head: first tokens that the target runs itself.

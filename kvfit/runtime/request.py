@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError
-from kvfit.model.decoder import unwrapped
+from kvfit.model.decoder import input_device, unwrapped
 
 
 def checked_ids(model: Any, input_ids: Any) -> Tensor:
-    """The ids of a conversation; reads their smallest and largest from the device, once.
+    """The ids of a conversation, where the model wants them; reads their smallest and largest from the device, once.
 
     Raises:
         MismatchError: they are no (B, S) tensor of whole numbers, or lie outside the model's vocabulary.
@@ -37,7 +37,8 @@ def checked_ids(model: Any, input_ids: Any) -> Tensor:
             f"input_ids: found ids of {low} to {high}, needed 0 to {most} of the target's vocabulary: use the target's own "
             "tokenizer, and pad with one of its tokens"
         )
-    return input_ids
+    device = getattr(unwrapped(model), "device", None)  # of the first parameter; cheap, and nearly always the same
+    return input_ids if input_ids.device == device else input_ids.to(input_device(model))
 
 
 def _vocabulary(model: Any) -> int | None:

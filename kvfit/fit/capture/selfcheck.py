@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvfit.model.decoder import input_device
 from kvfit.model.probe import Probe, plane_error, tolerance
 from kvfit.model.rope import angles, rotate, unrotate
 from kvfit.model.trace import LayerTrace, refusal, trace
@@ -23,7 +24,7 @@ def self_check(model: Any, spec: ModelSpec | Probe, input_ids: Tensor) -> None:
     Args:
         model: the loaded model that `spec` describes.
         spec: from `describe_model` or `probe`, or read from a bundle.
-        input_ids: (B, T), unpadded; a longer batch proves more positions.
+        input_ids: (B, T), unpadded, on any device; a longer batch proves more positions.
 
     Raises:
         UnsupportedModelError: names family, layer and reason.
@@ -44,7 +45,7 @@ def self_check(model: Any, spec: ModelSpec | Probe, input_ids: Tensor) -> None:
         if reason is not None:
             raise refusal(model, layer_index, reason)
 
-    trace(model, input_ids, on_layer)
+    trace(model, input_ids.to(input_device(model)), on_layer)
     for layer_index in range(spec.n_layers):
         if seen.count(layer_index) != 1:
             raise refusal(model, layer_index, f"the layer cached keys {seen.count(layer_index)} times in one pass, needed once")

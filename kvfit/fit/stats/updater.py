@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -92,10 +93,12 @@ class BlockUpdater:
         largest = max(unit_numbers(array, numbers) for array, numbers in self._units)
         self._product = torch.empty(largest, dtype=torch.float32, device=device)
         cuda = device.type == "cuda"
-        for _ in range(SLOTS):
-            total = torch.empty(largest, dtype=torch.float64, device=device)
-            host = total if device.type == "cpu" else torch.empty(largest, dtype=torch.float64, pin_memory=cuda)
-            self._slots.put(_Slot(total, host, CopyDone(device) if cuda else None))
+        # Pinned memory and events belong to the current card.
+        with torch.cuda.device(device) if cuda else contextlib.nullcontext():
+            for _ in range(SLOTS):
+                total = torch.empty(largest, dtype=torch.float64, device=device)
+                host = total if device.type == "cpu" else torch.empty(largest, dtype=torch.float64, pin_memory=cuda)
+                self._slots.put(_Slot(total, host, CopyDone(device) if cuda else None))
 
     def _free_slot(self, waiting: deque[Future[None]]) -> _Slot:
         started = time.perf_counter()
