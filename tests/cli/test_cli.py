@@ -49,7 +49,7 @@ def test_capture_solve_evaluate(run, tiny_pair: tuple[Path, Path], tmp_path: Pat
     assert {path.name for path in bundle.iterdir()} >= {"mapper.json", "SHA256SUMS", "r2-map.png", "solve.json"}
     code, out, err = run(
         "evaluate", bundle, "--source", tiny_pair[0], "--target", tiny_pair[1], "--prefix", "40", "--continuation", "8",
-        "--documents", "4", "--probes", "2", "--json",
+        "--documents", "4", "--probes", "4", "--json",
     )  # fmt: skip
     report = json.loads(out)
     # Random models have nothing to gain from each other, so the gate refuses, and the report is there all the same.

@@ -10,6 +10,7 @@ import torch
 
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit.capture import models
+from kvfit.fit.capture.locate import split_ref
 from kvfit.model.decoder import decoder_parameters
 
 
@@ -74,7 +75,7 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_query
     n_heads = getattr(config, "num_key_value_heads", None) or n_query
     counts = _parameters(whole, trust_remote_code)
-    return Geometry(models.split_ref(ref, revision)[1], n_layers, n_heads, head_dim, *map(float, counts))
+    return Geometry(split_ref(ref, revision)[1], n_layers, n_heads, head_dim, *map(float, counts))
 
 
 def _parameters(config: Any, trust_remote_code: bool) -> tuple[int, int]:

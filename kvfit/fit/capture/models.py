@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvfit.demo import MODELS, demo_path
 from kvfit.errors import MismatchError, OptionError, RefError
-from kvfit.hub import refs
-from kvfit.hub.load import explain
-from kvfit.spec import MapperSpec
+from kvfit.fit.capture.locate import Located, locate
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -100,69 +97,28 @@ def _check_attention(name: str) -> None:
         raise OptionError(f"--attn-implementation: found {name!r}, needed {', '.join(known)}")
 
 
-def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | None]:
-    """(what to load from, the name to record, the revision) of a ref.
-
-    Raises:
-        RefError: an empty ref, an unknown ``demo:`` ref, a revision of a folder, or two different revisions.
-    """
-    demo = demo_path(ref)
-    if demo is not None:
-        if ref not in MODELS:
-            raise RefError(f"{ref}: found a text, needed a model: {' or '.join(MODELS)}")
-        if revision:
-            raise RefError(f"{ref}: found revision {revision} beside a built-in model, needed none")
-        return str(demo), ref, None
-    folder = Path(ref)
-    if ref and folder.is_dir():
-        if revision:
-            raise RefError(f"{ref}: found revision {revision} beside a folder, needed none: a folder has no revisions")
-        return str(folder), folder.resolve().name, None
-    if not ref or ref.startswith((".", "/", "~")) or ref.count("/") != 1:
-        raise RefError(f"{ref!r}: found no such folder, needed a folder, org/name[@revision] or {' or '.join(MODELS)}")
-    name, pinned = refs.split_ref(ref)
-    if pinned and revision and pinned != revision:
-        raise RefError(f"{ref}: found revision {pinned} in the ref and {revision} beside it, needed one")
-    return name, name, pinned or revision
-
-
-def recorded_refs(spec: MapperSpec, source: str | None, target: str | None) -> tuple[tuple[str, str | None], ...]:
-    """Ref and revision of source and target: what is given, else what a mapper records.
-
-    Raises:
-        RefError: a model was a local folder, of which a mapper records no more than the name, and none of that name is here.
-    """
-    found = []
-    for role, given, model in (("source", source, spec.source), ("target", target, spec.target)):
-        local = model.revision is None and "/" not in model.ref and demo_path(model.ref) is None
-        if given is None and local and not Path(model.ref).is_dir():
-            raise RefError(
-                f"{role}: found only the name {model.ref!r} of a local folder in the bundle, needed the folder itself: "
-                f"pass --{role} FOLDER"
-            )
-        found.append((model.ref, model.revision) if given is None else (given, None))
-    return tuple(found)
-
-
 def load_config(ref: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The configuration alone, without weights."""
     from transformers import AutoConfig
 
-    location, name, revision, folder = _find(ref, revision)
-    with _told_apart(name, folder):
-        return AutoConfig.from_pretrained(location, revision=revision, trust_remote_code=trust_remote_code)
+    found = locate(ref, revision)
+    with _told_apart(found.name, found.folder):
+        return AutoConfig.from_pretrained(found.location, trust_remote_code=trust_remote_code, **found.arguments)
 
 
 def load_tokenizer(ref: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer alone."""
+    return _tokenizer(locate(ref, revision), trust_remote_code)
+
+
+def _tokenizer(found: Located, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
-    location, name, revision, folder = _find(ref, revision)
-    with _told_apart(name, folder, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=trust_remote_code)
+    with _told_apart(found.name, found.folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(found.location, trust_remote_code=trust_remote_code, **found.arguments)
     # Version 5 of transformers makes an empty one where there are no files.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
-        raise RefError(f"{name}: found no tokenizer there, needed its files, such as tokenizer.json, beside the weights")
+        raise RefError(f"{found.name}: found no tokenizer there, needed its files, such as tokenizer.json, beside the weights")
     return tokenizer
 
 
@@ -176,17 +132,17 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
     from transformers import AutoModelForCausalLM
 
     options = options or Options()
-    location, name, revision, folder = _find(ref, revision)
+    located = locate(ref, revision)
     if tokenizer is None:
-        tokenizer = load_tokenizer(location, revision, trust_remote_code=options.trust_remote_code)
-    arguments: dict[str, Any] = {"revision": revision, "trust_remote_code": options.trust_remote_code}
+        tokenizer = _tokenizer(located, options.trust_remote_code)
+    arguments: dict[str, Any] = {**located.arguments, "trust_remote_code": options.trust_remote_code}
     if options.attn_implementation is not None:
         arguments["attn_implementation"] = options.attn_implementation
     if options.device_map is not None:
         arguments["device_map"] = options.device_map
-    with _told_apart(name, folder):
+    with _told_apart(located.name, located.folder):
         model, found = AutoModelForCausalLM.from_pretrained(
-            location,
+            located.location,
             dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are told by name, below
@@ -194,8 +150,8 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
         )
         if options.device_map is None:
             model = model.to(find_device(options.device))
-    _check_whole(name, found)
-    return Loaded(model.eval(), tokenizer, name, revision)
+    _check_whole(located.name, found)
+    return Loaded(model.eval(), tokenizer, located.name, located.revision)
 
 
 def _check_whole(name: str, found: Mapping[str, Any]) -> None:
@@ -211,32 +167,6 @@ def _check_whole(name: str, found: Mapping[str, Any]) -> None:
                 f"{name}: found {what} for {', '.join(names[:3])}{more}, needed every weight of a causal language model: "
                 "fetch it again, or choose another"
             )
-
-
-def _find(ref: str, revision: str | None) -> tuple[str, str, str | None, Path]:
-    """What to load from, the name to record, the commit hash, and the folder that a ref lies in.
-
-    The commit that a branch or tag points at is asked once, before anything is read, so that all comes from one.
-    """
-    location, name, revision = split_ref(ref, revision)
-    if Path(location).is_dir():
-        return location, name, revision, Path(location)
-    from huggingface_hub import errors, hf_hub_download
-
-    try:
-        # In the client's cache, online or not: .../snapshots/COMMIT/config.json.
-        folder = Path(hf_hub_download(name, "config.json", revision=revision)).parent
-    except errors.EntryNotFoundError as error:
-        if not isinstance(error, errors.LocalEntryNotFoundError):
-            raise RefError(f"{name}: found no config.json there, needed a model that transformers can load") from error
-        raise _not_found(error, name, revision) from error
-    except (OSError, ValueError) as error:
-        raise _not_found(error, name, revision) from error
-    return location, name, folder.name, folder
-
-
-def _not_found(error: Exception, name: str, revision: str | None) -> RefError:
-    return RefError(f"{name}: found no such folder; and on the Hub: {explain(error, name, revision)}")
 
 
 class _told_apart:

@@ -24,6 +24,7 @@ from kvfit.bundle.bundle import Bundle, add_files
 from kvfit.errors import BundleError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import check_positions
+from kvfit.fit.capture.locate import recorded_refs
 from kvfit.fit.capture.recipe import public_name
 from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.evaluate import arms, ways
@@ -115,7 +116,7 @@ def evaluate(
     opened = Bundle.open(bundle)
     if not os.access(opened.folder, os.W_OK):
         raise BundleError(f"bundle {bundle}: found a folder that cannot be written, needed one for the result: copy the bundle")
-    refs = models.recorded_refs(opened.spec, source, target)
+    refs = recorded_refs(opened.spec, source, target)
     # Text is read before weights are loaded, so that too little of it is found out at once.
     tokenizer = models.load_tokenizer(*refs[1], trust_remote_code=loading[1].trust_remote_code)
     read = _Texts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvfit.errors import OptionError
-from kvfit.fit.evaluate.questions import PROBE_KINDS, ProbeKind
+from kvfit.fit.evaluate.questions import PROBE_KINDS, QUESTIONS_PER_CONTEXT, ProbeKind
 from kvfit.fit.evaluate.verdict import Thresholds
 
 LEAST_MAPPED = 0.25  # of the context, in the arm that is judged
@@ -19,7 +19,7 @@ class Options:
         prefix: tokens of context, the model's own last token included; several lengths are measured one after the other.
         continuation: tokens scored after it.
         documents: how many documents.
-        probes: how many recall questions of each kind; 0 for none.
+        probes: how many recall questions of each kind, of two contexts at least; 0 for none.
         probe_kinds: see `kvfit.fit.evaluate.questions`.
         greedy: tokens of the greedy continuation that is compared with native's; 0 for none.
         diagnose: documents that layers and heads are diagnosed on; 0 for none.
@@ -84,6 +84,11 @@ class Options:
                 f"--exact-head {self.exact_head}, --exact-tail {self.exact_tail}, --recompute {self.recompute:g}: found "
                 f"{max(0.0, mapped):.0%} of {moved} tokens of context left to the map, needed {LEAST_MAPPED:.0%}: the verdict "
                 "would be about what the target runs itself"
+            )
+        if 0 < self.probes <= QUESTIONS_PER_CONTEXT:
+            raise OptionError(
+                f"--probes: found {self.probes}, needed 0 for none, or at least {QUESTIONS_PER_CONTEXT + 1}: "
+                f"{QUESTIONS_PER_CONTEXT} questions share a context, and the control answers from another one"
             )
         unknown = set(self.probe_kinds) - set(PROBE_KINDS)
         if unknown:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture import models
+from kvfit.fit.capture.locate import recorded_refs
 from kvfit.model import cache as caches
 from kvfit.model.decoder import text_config
 from kvfit.model.identity import check_model
@@ -62,7 +63,7 @@ def load_pair(
         MismatchError: a model is not the one that the bundle was fitted on.
     """
     specs = (bundle.spec.source, bundle.spec.target)
-    refs = models.recorded_refs(bundle.spec, source, target)
+    refs = recorded_refs(bundle.spec, source, target)
     loaded = [
         models.load(ref, revision, how)
         for (ref, revision), how in zip(refs, loading or (models.Options(), models.Options()), strict=True)

@@ -47,6 +47,7 @@ TAILS = "badin dovar fenna grith kessel lomir mundo nash pirel quist rosk stine 
 # The end of the context is left free of facts: there, an answer would come from tokens that any arm has next to the question.
 LAST_DEPTH = 0.9
 MOST_ENTRIES, LEAST_ENTRIES = 8, 2
+QUESTIONS_PER_CONTEXT = 3  # one in each third of the context, where a kind hides several facts
 
 
 def codes(rng: random.Random, count: int, digits: int = 2) -> list[tuple[str, str]]:
@@ -207,8 +208,7 @@ def probes(
         seed: of names, codes, and where the facts stand.
 
     Raises:
-        TextError: the context is too short for two facts, or a filler is shorter than a context.
-        MismatchError: a number below 1.
+        TextError: the context is too short for two facts, or a filler is shorter than it. MismatchError: a number below 1.
     """
     if min(count, per_context) < 1 or n_entries < LEAST_ENTRIES:
         raise MismatchError(

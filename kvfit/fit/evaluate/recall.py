@@ -19,15 +19,13 @@ from kvfit.errors import TextError
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm, Prefixes
 from kvfit.fit.evaluate.intervals import cluster_interval
-from kvfit.fit.evaluate.questions import Probe, ProbeKind, probes
+from kvfit.fit.evaluate.questions import QUESTIONS_PER_CONTEXT, Probe, ProbeKind, probes
 from kvfit.fit.progress import track
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 
 AFTER_NATIVE: tuple[Arm, ...] = ("source", "transfer", "handoff", "auto", "mean", "shuffled")
 DEPTHS = ("first third", "middle third", "last third")
-# One in each third of the context, where a kind hides several facts.
-QUESTIONS_PER_CONTEXT = 3
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kvfit.bundle.files import require_free
 from kvfit.errors import MismatchError, OptionError, TextError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import check_positions
+from kvfit.fit.capture.locate import recorded_refs
 from kvfit.fit.capture.sequences import interleaved
 from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
 from kvfit.fit.refine.correction import Correction
@@ -138,7 +139,7 @@ def refine(
     spec = opened.spec
     if spec.support != "full" or spec.keys_rotated:
         raise MismatchError(f"bundle {bundle}: found support {spec.support}, needed full, with keys that are not rotated")
-    refs = models.recorded_refs(spec, source, target)
+    refs = recorded_refs(spec, source, target)
     for (ref, revision), how in zip(refs, loading, strict=True):
         config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
         check_positions(config, ref, options.seq_len, "--seq-len")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hub_server import File, running_hub
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
@@ -15,7 +16,7 @@ from kvfit.errors import KvfitError, MismatchError, OptionError, RefError
 from kvfit.fit.capture.capture import Options as CaptureOptions
 from kvfit.fit.capture.capture import capture
 from kvfit.fit.capture.inspect import inspect_model
-from kvfit.fit.capture.models import Options, load, load_tokenizer
+from kvfit.fit.capture.models import Options, load, load_config, load_tokenizer
 from kvfit.fit.capture.text import TextOptions
 
 KEY = "model.layers.2.self_attn.k_proj.weight"
@@ -151,3 +152,59 @@ def test_options_are_checked_by_name(wrong: dict[str, str]) -> None:
     name, value = next(iter(wrong.items()))
     with pytest.raises(OptionError, match=f"{name.replace('_', '-')}: found '{value}'.* needed"):
         Options(**wrong)
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Points the Hub's client of this process, with a cache of its own, at an address. It may not wait and try again."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _http
+
+    def wait(seconds: float) -> None:
+        pytest.fail(f"the client waits {seconds} s and tries again")
+
+    monkeypatch.setattr(_http.time, "sleep", wait)
+    for name, value in (("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True), ("HF_HUB_CACHE", str(tmp_path / "cache"))):
+        monkeypatch.setattr(constants, name, value)
+
+    def at(url: str) -> None:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+    return at
+
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("verb", [load_config, load_tokenizer, load])
+def test_without_a_connection_a_name_fails_at_once(ask, verb: Callable[[str], object]) -> None:
+    ask(NOWHERE)
+    needed = "org/model: found no such folder; and on the Hub: .*the Hub cannot be reached; fetch it once with a connection"
+    with pytest.raises(RefError, match=needed):
+        verb("org/model")
+
+
+def test_without_a_connection_what_was_fetched_before_loads(ask) -> None:
+    """Of the files that a model may have and this one has not, nothing is known without a connection, and nothing is asked."""
+    folder = demo_path("demo:source")
+    assert folder is not None
+    with running_hub() as hub:
+        ask(hub.url)
+        hub.create("org/model").commit({path.name: File(path.read_bytes(), False) for path in folder.glob("*.*")}, "main")
+        fetched = load("org/model")
+    ask(NOWHERE)
+    again = load("org/model")
+    assert again.revision == fetched.revision == hub.repositories["org/model"].branches["main"]
+    assert again.model.state_dict().keys() == fetched.model.state_dict().keys()
+    assert load_tokenizer("org/model").get_vocab() == fetched.tokenizer.get_vocab()
+
+
+def test_a_repository_without_a_configuration_is_no_model(ask) -> None:
+    with running_hub() as hub:
+        ask(hub.url)
+        hub.create("org/empty")
+        with pytest.raises(RefError, match=r"org/empty: found no config\.json there"):
+            load_config("org/empty")
+        with pytest.raises(RefError, match="org/absent: found no such folder; and on the Hub: org/absent: missing, or"):
+            load_config("org/absent")

@@ -388,7 +388,7 @@ def test_a_bundle_without_a_record_gets_no_claim(bundle: Path, tiny_pair: tuple[
 
 
 @pytest.mark.parametrize(
-    ("changes", "needed"), [({}, 60), ({"greedy": 30}, 70), ({"probes": 1}, 136), ({"time_tokens": 80}, 80)]
+    ("changes", "needed"), [({}, 60), ({"greedy": 30}, 70), ({"probes": 4}, 136), ({"time_tokens": 80}, 80)]
 )
 def test_more_tokens_than_positions_are_refused(
     bundle: Path, tiny_pair: tuple[Path, Path], tmp_path: Path, changes: dict[str, int], needed: int
@@ -428,6 +428,7 @@ def test_too_little_text_is_said_before_weights_are_loaded(bundle: Path, tiny_pa
         {"recompute": 1.5},
         {"documents": 1},
         {"probe_kinds": ("riddles",)},
+        {"probes": 3},
         {"turns": -1},
         {"seconds": float("nan")},
     ],
