@@ -29,7 +29,7 @@ from kvfit.runtime.handoff import handoff
 from kvfit.runtime.mapper import Mapper
 
 CAPTURE = Options(num_sequences=4, seq_len=48, holdout=0.25)
-IN_MEMORY, ON_DISK = 64 << 20, 1_000_000  # bytes
+IN_MEMORY, ON_DISK = 64 << 20, 2_000_000  # bytes
 PLACES = ("cuda:1", "cuda:2")
 
 

@@ -6,7 +6,6 @@ dtype once per flush. So a store has the same bits whether its blocks were in me
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor
 
 from kvfit.fit.stats.layout import SPLITS, BlockArray, Group, Layout, Part
-from kvfit.fit.stats.updater import sum_unit, unit_numbers, units
+from kvfit.fit.stats.updater import WRITING_THREADS, sum_unit, unit_numbers, units
 from kvfit.fit.stats.writer import StoreWriter
-
-WRITING_THREADS = min(4, os.cpu_count() or 1)  # hashing is what takes the time, and it runs outside Python's lock
 
 
 class ResidentBlocks:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from kvfit.fit.stats.writer import StoreWriter
 
 UNIT_NUMBERS = 8 * 2**20  # numbers of the float64 blocks that are summed at a time: 64 MiB
 SLOTS = 3  # one is being summed, one is being written, one waits
+WRITING_THREADS = min(4, os.cpu_count() or 1)  # hashing is what takes the time, and it runs outside Python's lock
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class _Slot:
 
 
 class BlockUpdater:
-    """Multiplies on the calling thread and reads, hashes and writes chunks on another.
+    """Multiplies on the calling thread and reads, hashes and writes chunks on others.
 
     Nothing but finished blocks crosses from a graphics card to the host, while the next are being summed. Every chunk is
-    written by one thread once, so the bits do not depend on who is faster.
+    written by one thread once, so the bits do not depend on who is faster, nor on how many threads there are.
 
     Attributes:
         product_seconds: time in matrix products; on a graphics card, in starting them.
@@ -52,7 +53,8 @@ class BlockUpdater:
         self.wait_seconds = 0.0
         self._writer = writer
         self._units = [(array, numbers) for array in writer.layout.blocks for numbers in units(array)]
-        self._slots: SimpleQueue[_Slot] = SimpleQueue()
+        self._free_slots: list[_Slot] = []
+        self._writing: deque[tuple[_Slot, list[Future[None]]]] = deque()  # slots whose chunks are on their way, oldest first
         self._product: Tensor | None = None
 
     def update(self, split: Part, rows: Mapping[Group, Tensor]) -> dict[BlockArray, list[str]]:
@@ -71,21 +73,23 @@ class BlockUpdater:
         """
         self._allocate(rows["keys"].device)
         digests = {array: [""] * len(array.chunks) for array in self._writer.layout.blocks}
-        waiting: deque[Future[None]] = deque()
-        with ThreadPoolExecutor(1, "kvfit-store") as pool:
+        with ThreadPoolExecutor(WRITING_THREADS, "kvfit-store") as pool:
             for array, numbers in self._units:
-                slot = self._free_slot(waiting)
+                slot = self._free_slots.pop() if self._free_slots else self._written_slot()
                 total = self._sum(slot, array, numbers, rows)
-                waiting.append(pool.submit(self._store, split, array, numbers, slot, total, digests[array]))
-            started = time.perf_counter()
-            for future in waiting:
-                future.result()
-            self.wait_seconds += time.perf_counter() - started
+                first, jobs = array.chunks[numbers[0]].first, []
+                for number in numbers:
+                    addition = total[array.chunks[number].first - first : array.chunks[number].last - first]
+                    jobs.append(pool.submit(self._store, split, array, number, slot, addition, digests[array]))
+                self._writing.append((slot, jobs))
+            while self._writing:
+                self._free_slots.append(self._written_slot())
         return digests
 
     def free(self) -> None:
         """Give the memory back."""
-        self._slots, self._product = SimpleQueue(), None
+        self._free_slots, self._product = [], None
+        self._writing.clear()
 
     def _allocate(self, device: torch.device) -> None:
         if self._product is not None:
@@ -98,13 +102,14 @@ class BlockUpdater:
             for _ in range(SLOTS):
                 total = torch.empty(largest, dtype=torch.float64, device=device)
                 host = total if device.type == "cpu" else torch.empty(largest, dtype=torch.float64, pin_memory=cuda)
-                self._slots.put(_Slot(total, host, CopyDone(device) if cuda else None))
+                self._free_slots.append(_Slot(total, host, CopyDone(device) if cuda else None))
 
-    def _free_slot(self, waiting: deque[Future[None]]) -> _Slot:
+    def _written_slot(self) -> _Slot:
+        """The slot that waits longest, once its chunks are written; an error of the disk ends the update here."""
         started = time.perf_counter()
-        while waiting and waiting[0].done():
-            waiting.popleft().result()  # an error of the disk ends the update here
-        slot = self._slots.get()
+        slot, jobs = self._writing.popleft()
+        for job in jobs:
+            job.result()
         self.wait_seconds += time.perf_counter() - started
         return slot
 
@@ -121,17 +126,10 @@ class BlockUpdater:
         self.product_seconds += time.perf_counter() - started
         return host
 
-    def _store(self, split: Part, array: BlockArray, numbers: range, slot: _Slot, total: Tensor, digests: list[str]) -> None:
-        try:
-            if slot.copied is not None:
-                slot.copied.synchronize()
-            first = array.chunks[numbers[0]].first
-            for number in numbers:
-                chunk = array.chunks[number]
-                addition = total[chunk.first - first : chunk.last - first].numpy()
-                digests[number] = self._writer.add_to_chunk(split, array, number, addition)
-        finally:
-            self._slots.put(slot)
+    def _store(self, split: Part, array: BlockArray, number: int, slot: _Slot, addition: Tensor, digests: list[str]) -> None:
+        if slot.copied is not None:
+            slot.copied.synchronize()
+        digests[number] = self._writer.add_to_chunk(split, array, number, addition.numpy())
 
 
 class CopyDone:
@@ -190,8 +188,8 @@ def sum_unit(
 def working_bytes(layout: Layout) -> int:
     """Memory that updating the blocks of a store takes, whatever the number of tokens, and writing them."""
     largest = max(unit_numbers(array, numbers) for array in layout.blocks for numbers in units(array))
-    # Sums in float64, one product in float32; a chunk as it is read and as it will be written.
-    return largest * (8 * SLOTS + 4) + 2 * max(array.chunk_bytes for array in layout.blocks)
+    # Sums in float64, one product in float32; on every thread a chunk as it is read and as it will be written.
+    return largest * (8 * SLOTS + 4) + 2 * WRITING_THREADS * max(array.chunk_bytes for array in layout.blocks)
 
 
 def units(array: BlockArray) -> Iterator[range]:

@@ -109,7 +109,7 @@ class StoreWriter:
         return "b" if self.record.live.of(split) == "a" else "a"
 
     def add_to_chunk(self, split: Part, array: BlockArray, number: int, addition: Array) -> str:
-        """Write ``current + addition`` of one chunk to the pending generation and give its digest.
+        """Write ``current + addition`` of one chunk to the pending generation and give its digest; several threads may.
 
         Args:
             addition: (pairs of the chunk, its rows, columns) float64.

@@ -19,10 +19,11 @@ import torch
 from random_pair import SOURCE, TARGET, TOKEN_BYTES, Batch, batches, budget, capture, model, scratch, worst_error
 
 from kvfit.errors import MismatchError, StoreError
-from kvfit.fit.stats import accumulate, layout, moments
+from kvfit.fit.stats import accumulate, layout, moments, updater
 from kvfit.fit.stats.record import read_record
 from kvfit.fit.stats.store import Accumulator, Store
 from kvfit.fit.stats.updater import CopyDone, working_bytes
+from kvfit.fit.stats.writer import StoreWriter
 
 RECIPE = {"seed": 0}
 SIZES = [30] * 10
@@ -114,6 +115,41 @@ def test_blocks_in_memory_give_the_bits_of_blocks_on_disk(
     assert statistics(tmp_path / "s.zarr") == statistics(tmp_path / "disk.zarr")
     flushes = read_record(tmp_path / "disk.zarr").commit
     assert commits == (1 if snapshot_seconds == 600 else flushes if snapshot_seconds == 0 else commits) <= flushes
+
+
+@pytest.mark.parametrize(("n_threads", "unit_numbers"), [(1, 1), (4, 1), (4, 2**23)])
+def test_the_bits_on_disk_do_not_depend_on_the_threads(
+    tmp_path: Path, roomy: dict[str, int], monkeypatch: pytest.MonkeyPatch, n_threads: int, unit_numbers: int
+) -> None:
+    """With chunks of one pair of layers, so that there are many to write; against blocks that never left memory."""
+    monkeypatch.setattr(layout, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(updater, "UNIT_NUMBERS", unit_numbers)
+    given = batches(SIZES, mean=30.0)
+    with create(tmp_path / "memory.zarr", **roomy) as accumulator:
+        go_on(accumulator, given)
+        accumulator.finish(len(given))
+    monkeypatch.setattr(updater, "WRITING_THREADS", n_threads)
+    capture(tmp_path / "disk.zarr", given)
+    assert len(list((tmp_path / "disk.zarr").rglob("c.*"))) > 40
+    assert statistics(tmp_path / "disk.zarr") == statistics(tmp_path / "memory.zarr")
+
+
+def test_chunks_are_hashed_and_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks wait for each other: with one thread alone the barrier would break."""
+    monkeypatch.setattr(updater, "WRITING_THREADS", 2)
+    met, plain = threading.Barrier(2), StoreWriter.add_to_chunk
+
+    def waiting(self: StoreWriter, *arguments: object) -> str:
+        if not passed.is_set():
+            met.wait(30)
+            passed.set()
+        return plain(self, *arguments)
+
+    passed = threading.Event()
+    monkeypatch.setattr(StoreWriter, "add_to_chunk", waiting)
+    capture(tmp_path / "s.zarr", batches(SIZES))
+    assert passed.is_set()
+    Store.open(tmp_path / "s.zarr").verify()
 
 
 def test_memory_and_disk_take_turns(tmp_path: Path, roomy: dict[str, int]) -> None:
@@ -644,9 +680,9 @@ def test_the_least_budget_is_what_one_token_and_the_blocks_take() -> None:
     accumulate.check_budget(shapes, least)
     with pytest.raises(MismatchError, match=rf"--memory-budget: found {least - 1} bytes, needed at least \d+KiB"):
         accumulate.check_budget(shapes, least - 1)
-    # A large pair: three float64 slots of 64 MiB, a float32 product, and two chunks of at most 64 MB.
+    # A large pair: three float64 slots of 64 MiB, a float32 product, and on each thread two chunks of 4 MB.
     large = layout.Layout(model(40, 8, 128), model(64, 8, 128), "same", "float32")
-    assert 224 << 20 < working_bytes(large) < 360 << 20
+    assert 224 << 20 < working_bytes(large) < (224 << 20) + 2 * updater.WRITING_THREADS * 5_000_000
 
 
 def test_only_the_upper_triangle_is_multiplied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
