@@ -53,14 +53,9 @@ def median_seconds(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--shard-gigabytes", type=float, default=0.25)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    spec = large_spec(options.gigabytes)
+def measure(gigabytes: float, shard_gigabytes: float, repeats: int, device: str = "cpu") -> tuple[int, dict[str, float]]:
+    """Bytes of the weight files, and the median seconds of each way to read them to a device, by name."""
+    spec = large_spec(gigabytes)
 
     def weights() -> Iterator[tuple[str, int, torch.Tensor, torch.Tensor]]:
         for entry in spec.layers:
@@ -69,20 +64,31 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home) / "bundle"
-        write_bundle(folder, spec, weights(), recipe={}, solve={}, shard_bytes=int(options.shard_gigabytes * 1e9))
+        write_bundle(folder, spec, weights(), recipe={}, solve={}, shard_bytes=int(shard_gigabytes * 1e9))
         files = sorted(folder.glob("*.safetensors"))
-        size = sum(path.stat().st_size for path in files)
 
         def bare() -> list[torch.Tensor]:
-            return [tensor.clone() for path in files for tensor in load_file(path).values()]
+            return [tensor.clone() for path in files for tensor in load_file(path, device=device).values()]
 
         times = {
-            "bare reading": median_seconds(bare, options.repeats),
-            "verify='size'": median_seconds(lambda: load_mapper(folder, verify="size"), options.repeats),
-            "verify='digest'": median_seconds(lambda: load_mapper(folder), options.repeats),
+            "bare reading": median_seconds(bare, repeats),
+            "verify='size'": median_seconds(lambda: load_mapper(folder, device=device, verify="size"), repeats),
+            "verify='digest'": median_seconds(lambda: load_mapper(folder, device=device), repeats),
             "hashing on one thread": median_seconds(lambda: [file_digest(path) for path in files], 1),
         }
-    print(f"{size / 1e9:.2f} GB in {len(files)} files, {os.cpu_count()} processors")
+        return sum(path.stat().st_size for path in files), times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--shard-gigabytes", type=float, default=0.25)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    size, times = measure(options.gigabytes, options.shard_gigabytes, options.repeats, options.device)
+    print(f"{size / 1e9:.2f} GB, {os.cpu_count()} processors")
     for name, seconds in times.items():
         ratio = seconds / times["bare reading"]
         print(f"{name:22} {seconds:7.2f} s  {size / 1e9 / seconds:5.2f} GB/s  {ratio:5.2f} x bare reading")
