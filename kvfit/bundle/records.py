@@ -81,17 +81,19 @@ def dump_json(value: Any, *, sort_keys: bool = True) -> bytes:
 
 
 def to_json(value: Any) -> Any:
-    """A spec as JSON values: dataclasses become objects, tuples become arrays."""
+    """A value as JSON values: dataclasses become objects, tuples become arrays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {item.name: (getattr(value, item.name), item) for item in dataclasses.fields(value)}
         return {name: to_json(found) for name, (found, item) in items.items() if found is not None or not item.metadata}
     if isinstance(value, tuple):
         return [to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {name: to_json(item) for name, item in value.items()}
     return value
 
 
 def from_json(cls: type[T], value: Any, field: str = "") -> T:
-    """The spec of type `cls` that `to_json` wrote.
+    """The value of type `cls` that `to_json` wrote; `Any` inside it takes any JSON value.
 
     Raises:
         SpecError: unknown or missing keys, or a value of another type; names the field.
@@ -210,6 +212,12 @@ def _read(wanted: Any, value: Any, field: str) -> Any:
         if not isinstance(value, list):
             raise SpecError(field, type(value).__name__, "an array")
         return tuple(_read(arguments[0], item, f"{field}[{index}]") for index, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise SpecError(field, type(value).__name__, "an object")
+        return {name: _read(arguments[1], item, f"{field}.{name}") for name, item in value.items()}
+    if wanted is Any:
+        return value
     if origin is Literal:
         if not any(value == option and type(value) is type(option) for option in arguments):
             raise SpecError(field, repr(value)[:80], "one of " + ", ".join(map(str, arguments)))

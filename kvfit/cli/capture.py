@@ -96,7 +96,7 @@ def plan(source: str, target: str, as_json: bool, device: str | None, hardware: 
     from kvfit.fit import plan as verb
     from kvfit.fit.capture.capture import Options as CaptureOptions
     from kvfit.fit.solve.options import Options as SolveOptions
-    from kvfit.fit.stats.accumulate import free_share
+    from kvfit.fit.stats.budget import free_share
 
     if values["memory_budget"] == "auto":
         values["memory_budget"] = free_share()

@@ -20,7 +20,7 @@ from kvfit.fit.payoff import MapOption, map_options, table
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
 from kvfit.fit.solve.system import InputSet, input_set
-from kvfit.fit.stats.accumulate import buffer_tokens, check_budget, fits_in_memory
+from kvfit.fit.stats.budget import buffer_tokens, check_budget, fits_in_memory
 from kvfit.fit.stats.layout import Layout
 from kvfit.spec import ModelSpec, RopeSpec
 

@@ -125,8 +125,8 @@ def run_one(options: argparse.Namespace, budget: float, folder: Path) -> dict[st
     before = memory("VmRSS")
     forget_peak()
     path = folder / "bench.zarr"
-    settings = {"stats_dtype": options.stats_dtype, "memory_budget": int(budget * GIB), "device": device}
-    with Accumulator.create(path, source=source, target=target, recipe={}, **settings) as accumulator:
+    settings = {"memory_budget": int(budget * GIB), "device": device}
+    with Accumulator.create(path, layout, recipe={}, **settings) as accumulator:
         n_batches = max(1, options.fills * (accumulator.buffer_tokens // options.batch))  # whole buffers, one commit for each
         clock = Clock()
         for number in range(n_batches):

@@ -37,7 +37,8 @@ from kvfit.fit.capture.activations import Activations
 from kvfit.fit.capture.capture import LEXICAL_LAGS
 from kvfit.fit.hardware import measure_rates
 from kvfit.fit.payoff import MapOption, map_options
-from kvfit.fit.stats.accumulate import Accumulator, free_share
+from kvfit.fit.stats.accumulate import Accumulator
+from kvfit.fit.stats.budget import free_share
 from kvfit.fit.stats.layout import Layout
 from kvfit.model import cache as caches
 from kvfit.model.decoder import decoder_parameters
@@ -215,10 +216,10 @@ def _captured(
         Activations(model, spec, kept, lags) for model, spec, lags in zip(models, specs, ((), LEXICAL_LAGS), strict=True)
     ]
     with tempfile.TemporaryDirectory(prefix="kvfit-bench-") as folder:
-        settings: dict[str, Any] = {"memory_budget": free_share(device), "device": device, "lexical_lags": LEXICAL_LAGS}
+        layout = Layout(specs[0], specs[1], "both", lexical_lags=LEXICAL_LAGS)
         began = now()
         with Accumulator.create(
-            Path(folder) / "s.zarr", source=specs[0], target=specs[1], recipe={}, inputs="both", **settings
+            Path(folder) / "s.zarr", layout, recipe={}, memory_budget=free_share(device), device=device
         ) as accumulator:
             for batch in batches:
                 source, target = (

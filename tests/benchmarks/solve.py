@@ -31,6 +31,7 @@ from kvfit.fit.solve.fitter import Fitter, groups
 from kvfit.fit.solve.options import Options
 from kvfit.fit.solve.solve import open_reader, probe_kinds, solve
 from kvfit.fit.solve.system import InputSet, input_set
+from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.store import Accumulator, Store
 from kvfit.spec import KINDS, ModelSpec
 
@@ -40,7 +41,7 @@ GIB = 2**30
 def make_store(path: Path, source: ModelSpec, target: ModelSpec, n_tokens: int) -> None:
     """Every target layer is a noisy mixture of two source layers, so that the layers rank differently."""
     torch.manual_seed(0)
-    with Accumulator.create(path, source=source, target=target, recipe={"benchmark": "solve"}) as accumulator:
+    with Accumulator.create(path, Layout(source, target), recipe={"benchmark": "solve"}) as accumulator:
         for split, count in (("fit", n_tokens), ("holdout", n_tokens // 4)):
             inputs = {kind: [torch.randn(count, source.width) for _ in range(source.n_layers)] for kind in KINDS}
             outputs: dict[Any, list[torch.Tensor]] = {kind: [] for kind in KINDS}

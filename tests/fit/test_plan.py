@@ -23,6 +23,7 @@ from kvfit.fit.plan import Plan
 from kvfit.fit.solve.solve import Options as SolveOptions
 from kvfit.fit.solve.solve import solve
 from kvfit.fit.stats.accumulate import Accumulator
+from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.record import read_record
 from kvfit.fit.stats.store import Store
 from kvfit.spec import KINDS
@@ -82,9 +83,9 @@ def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path
         for model in (found.source, found.target)
     ]
     rows[0]["lexical"] = [torch.randn(captured.tokens, 2 * found.target.width)] * 2
-    shape = {"source": found.source, "target": found.target, "inputs": "both", "lexical_lags": (0, 2)}
+    layout = Layout(found.source, found.target, "both", lexical_lags=(0, 2))
     with (
-        Accumulator.create(tmp_path / "again", recipe={}, **shape) as again,
+        Accumulator.create(tmp_path / "again", layout, recipe={}) as again,
         FlopCounterMode(display=False) as statistics,
     ):
         again.add("fit", *rows, None)

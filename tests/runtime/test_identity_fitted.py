@@ -11,6 +11,7 @@ from zoo import FAMILIES, UNLISTED, VOCABULARY, Family, Tokenizer, build
 from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture.activations import Activations
 from kvfit.fit.solve.solve import Options, solve
+from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.store import Accumulator
 from kvfit.model import cache as caches
 from kvfit.model.generate import generate
@@ -23,8 +24,8 @@ def fitted_on_itself(model: Any, folder: Path, penalty: float = 1e-10) -> Mapper
     spec = describe_model(model, Tokenizer(), ref="org/name", revision=None)
     ids = torch.randint(2, VOCABULARY, (20, 64), generator=torch.Generator().manual_seed(2))
     features = Activations(model, spec, range(64))
-    options = {"source": spec, "target": spec, "recipe": {"seed": 0}, "stats_dtype": "float64"}
-    with Accumulator.create(folder / "self.zarr", **options) as accumulator:
+    layout = Layout(spec, spec, stats_dtype="float64")
+    with Accumulator.create(folder / "self.zarr", layout, recipe={"seed": 0}) as accumulator:
         for split, chosen in (("fit", ids[:16]), ("holdout", ids[16:])):
             rows = {kind: [layer.flatten(0, 1) for layer in layers] for kind, layers in features(chosen).items()}
             accumulator.add(split, rows, rows, None)

@@ -22,7 +22,8 @@ import torch
 import zarr  # noqa: F401  before forking, so that a child is at its work at once
 from random_pair import SOURCE, TARGET, batches, budget
 
-from kvfit.fit.stats import accumulate
+from kvfit.fit.stats import budget as budgets
+from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.store import Accumulator
 
 RECIPE = {"seed": 0}
@@ -35,7 +36,7 @@ def run(path: Path, given: list, in_memory: bool) -> None:
     if path.exists():
         accumulator = Accumulator.resume(path, **settings)
     else:
-        accumulator = Accumulator.create(path, source=SOURCE, target=TARGET, **settings)
+        accumulator = Accumulator.create(path, Layout(SOURCE, TARGET), **settings)
     with accumulator:
         for number in range(accumulator.cursor or 0, len(given)):
             split, source, target = given[number]
@@ -94,7 +95,7 @@ def fork(
 
 def main(folder: Path, seed: int, kills: int) -> None:
     torch.set_num_threads(1)
-    accumulate.RESIDENT_BUFFER = 64  # as the other way has, so that both empty it at the same batches
+    budgets.RESIDENT_BUFFER = 64  # as the other way has, so that both empty it at the same batches
     chance = random.Random(seed)
     given = batches([chance.randrange(1, 50) for _ in range(100)] + [150, 7], seed=seed, mean=30.0)
     _, seconds = fork(folder / "whole.zarr", given)

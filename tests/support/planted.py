@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvfit.bundle.bundle import Bundle
+from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.store import Accumulator, Split
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, RopeSpec
 
@@ -44,13 +45,7 @@ class Planted:
     def store(self, path: Path, *, inputs: Inputs = "both", order: Sequence[int] | None = None, parts: int = 3) -> Path:
         """The store of these activations, added in `parts` batches per split, in `order`."""
         with Accumulator.create(
-            path,
-            source=self.source_spec,
-            target=self.target_spec,
-            recipe={"planted": 1},
-            inputs=inputs,
-            stats_dtype="float64",
-            lexical_lags=self.lags,
+            path, Layout(self.source_spec, self.target_spec, inputs, "float64", self.lags), recipe={"planted": 1}
         ) as accumulator:
             batches: list[tuple[Split, Tensor]] = [
                 (split, rows) for split in self.source for rows in torch.arange(len(self.source[split]["keys"][0])).chunk(parts)

@@ -133,13 +133,21 @@ def worst_error(store: Store, given: list[Batch], split: str, *, both: bool = Fa
     return worst
 
 
-def capture(path: Path, given: list[Batch], *, n_buffer: int = 64, finish: bool = True, **options: Any) -> None:
-    """Write a store of some batches; the cursor is the number of the next batch."""
+def create(path: Path, **settings: Any) -> Any:
+    """A new store; `settings` are those of its layout and of the accumulator."""
+    from kvfit.fit.stats.layout import Layout
     from kvfit.fit.stats.store import Accumulator
 
+    shape = ("source", "target", "inputs", "stats_dtype", "lexical_lags")
+    layout = Layout(**{name: settings.pop(name) for name in shape if name in settings})
+    return Accumulator.create(path, layout, **settings)
+
+
+def capture(path: Path, given: list[Batch], *, n_buffer: int = 64, finish: bool = True, **options: Any) -> None:
+    """Write a store of some batches; the cursor is the number of the next batch."""
     settings = {"source": SOURCE, "target": TARGET, "recipe": {"seed": 0}, **options}
     memory = budget(n_buffer, settings["source"], settings["target"], len(settings.get("lexical_lags", ())))
-    with Accumulator.create(path, memory_budget=memory, **settings) as accumulator:
+    with create(path, memory_budget=memory, **settings) as accumulator:
         for number, (split, source, target) in enumerate(given):
             accumulator.add(split, source, target, number + 1)
         if finish:

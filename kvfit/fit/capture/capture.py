@@ -5,7 +5,6 @@ The models run once per pair; everything after that is linear algebra on the sto
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Iterable
@@ -29,10 +28,12 @@ from kvfit.fit.capture.selfcheck import self_check
 from kvfit.fit.capture.sequences import sequences
 from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
 from kvfit.fit.progress import Progress, duration
-from kvfit.fit.stats.accumulate import SNAPSHOT_SECONDS, Accumulator, check_budget, free_share
+from kvfit.fit.stats.accumulate import Accumulator
+from kvfit.fit.stats.budget import check_budget, free_share
+from kvfit.fit.stats.commits import SNAPSHOT_SECONDS
 from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.merge import merge
-from kvfit.fit.stats.record import PART_FIELD, first_difference, read_record
+from kvfit.fit.stats.record import PART_FIELD, as_json, read_record, require_same
 from kvfit.fit.stats.store import Store
 from kvfit.model.decoder import decoder_parameters, input_device
 from kvfit.model.first_layer import check_first_layer
@@ -154,18 +155,9 @@ def capture(
     runners = [Activations(pair[0].model, specs[0], options.kept), Activations(pair[1].model, specs[1], options.kept, lags)]
     place: dict[str, Any] = {"memory_budget": budget, "snapshot_seconds": snapshot_seconds, "device": device}
     if resume and part.exists():
-        accumulator = Accumulator.resume(part, recipe=recipe, **place)
+        accumulator = Accumulator.resume(part, layout, recipe=recipe, **place)
     else:
-        accumulator = Accumulator.create(
-            part,
-            source=specs[0],
-            target=specs[1],
-            recipe=recipe,
-            inputs=options.inputs,
-            stats_dtype=options.stats_dtype,
-            lexical_lags=lags,
-            **place,
-        )
+        accumulator = Accumulator.create(part, layout, recipe=recipe, **place)
     passes = Passes((runners[0], runners[1]), texts, tokenizers[0], options, batch_size, ranks)
     with Progress(
         "capture", options.num_sequences, "sequences", initial=State.of(accumulator, len(texts)).sequences,
@@ -194,11 +186,7 @@ def capture(
 def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: Ranks) -> Captured:
     """Several processes resume what they had finished and merged: nothing is left to do but to tidy up."""
     store = Store.open(out)
-    given = json.loads(json.dumps(recipe))
-    difference = first_difference(store.recipe | {PART_FIELD: None}, given | {PART_FIELD: None}, "recipe")
-    if difference is not None:
-        field, old, new = difference
-        raise StoreError(f"{out} was made with {field} = {old!r}, this run has {new!r}; use the same value or another --out")
+    require_same(out, store.recipe | {PART_FIELD: None}, as_json(recipe) | {PART_FIELD: None}, "recipe")
     if ranks.rank == 0:
         for path in ranks.parts(out):
             shutil.rmtree(path, ignore_errors=True)

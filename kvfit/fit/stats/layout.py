@@ -170,8 +170,8 @@ class Layout:
 
     source: ModelSpec
     target: ModelSpec
-    inputs: Inputs
-    stats_dtype: StatsDtype
+    inputs: Inputs = "same"
+    stats_dtype: StatsDtype = "float32"
     lexical_lags: tuple[int, ...] = ()
 
     @cached_property

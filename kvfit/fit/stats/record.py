@@ -6,7 +6,6 @@ one pass gives the bytes, their digest and the fsync, and the bytes that were ch
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -19,13 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfit.bundle.files import sync_folder
-from kvfit.bundle.records import from_json, to_json
+from kvfit.bundle.records import dump_json, from_json, parse_json, to_json
 from kvfit.errors import SpecError, StoreError
 from kvfit.fit.stats.layout import SPLITS, BlockArray, Generation, Group, Layout, Part, StatsDtype, VectorArray, array_path
 from kvfit.spec import Inputs, ModelSpec
 
 FORMAT_VERSION = 2
 RECORD_NAME = "commit.json"
+QUARANTINE_SHARE = 0.01
+QUARANTINE_FROM = 100  # batches, before the share means anything
 PART_FIELD = "part"  # the recipe's field that tells which portion of the text a store saw
 
 Array = npt.NDArray[Any]
@@ -55,6 +56,23 @@ class Batches:
     seen: int
     quarantined: int
     first: BadValue | None
+
+    def and_one(self, bad: BadValue | None) -> Batches:
+        """With one more, which is set aside where it holds a bad value."""
+        return Batches(self.seen + 1, self.quarantined + (bad is not None), self.first or bad)
+
+    def check(self, *, at_end: bool = False) -> None:
+        """Refuse a run in which too many batches hold values that are not finite.
+
+        Raises:
+            StoreError: more than 1 % of the batches were set aside; names the first layer.
+        """
+        enough = at_end or self.seen >= QUARANTINE_FROM
+        if self.first is not None and enough and self.quarantined > QUARANTINE_SHARE * self.seen:
+            raise StoreError(
+                f"{self.quarantined} of {self.seen} batches hold values that are not finite, first the {self.first.kind} of "
+                f"{self.first.model} layer {self.first.layer_index}; at most 1 % may; run the models in bfloat16 or float32"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,9 +140,9 @@ def read_record(root: Path) -> Record:
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
     try:
-        outer = json.loads(raw)
+        outer = parse_json(raw)
         version = outer["record"]["format_version"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise StoreError(f"{path} is damaged: it is not a commit record; capture again or restore the file") from None
     if type(version) is int and version > FORMAT_VERSION:
         writer = outer["record"].get("kvfit_version")
@@ -132,7 +150,7 @@ def read_record(root: Path) -> Record:
     if set(outer) != {"digest", "record"} or outer["digest"] != _record_digest(outer["record"]):
         raise StoreError(f"{path} is damaged: its content does not match its digest; capture again or restore the file")
     try:
-        return _parse(outer["record"])
+        return _checked(_parse(outer["record"]))
     except SpecError as error:
         raise StoreError(f"{path} cannot be read: {error}") from error
 
@@ -141,13 +159,17 @@ def write_record(root: Path, record: Record) -> None:
     """Make a commit: after this the record is what the store is, also when the power fails.
 
     Raises:
+        StoreError: the cursor or the recipe could not be read again.
         OSError: the disk refused; the record before still stands.
     """
-    value = {field.name: to_json(getattr(record, field.name)) for field in dataclasses.fields(record)}
-    value["digests"] = {path: list(digests) for path, digests in record.digests.items()}
+    value = to_json(record)
+    try:
+        data = dump_json({"digest": _record_digest(value), "record": value}, sort_keys=False)
+    except ValueError as error:
+        raise StoreError(f"{root}: the commit record holds {error}, needed strict JSON") from None
     partial = root / f"{RECORD_NAME}.partial"
     with partial.open("wb") as file:
-        file.write(json.dumps({"digest": _record_digest(value), "record": value}).encode())
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, root / RECORD_NAME)
@@ -202,24 +224,43 @@ def first_difference(stored: Any, given: Any, field: str = "recipe") -> tuple[st
     return None if stored == given and type(stored) is type(given) else (field, stored, given)
 
 
+def require_same(path: str | Path, stored: Any, given: Any, field: str) -> None:
+    """Refuse to go on with a store that was made otherwise.
+
+    Raises:
+        StoreError: names the field that differs, with both values.
+    """
+    difference = first_difference(stored, given, field)
+    if difference is not None:
+        name, old, new = difference
+        raise StoreError(f"{path} was made with {name} = {old!r}, this run has {new!r}; use the same value or another --out")
+
+
+def as_json(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as it is read back from a store.
+
+    Raises:
+        StoreError: it holds a value that strict JSON does not have, such as text that is not UTF-8.
+    """
+    try:
+        value: dict[str, Any] = parse_json(dump_json(recipe, sort_keys=False))
+    except ValueError as error:
+        raise StoreError(f"recipe: found {error}, needed values of strict JSON, and names in UTF-8") from None
+    return value
+
+
 def _record_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _parse(value: Any) -> Record:
-    names = [field.name for field in dataclasses.fields(Record)]
     if isinstance(value, Mapping) and value.get("format_version") == 1 and "lexical_lags" not in value:
         value = {**value, "format_version": FORMAT_VERSION, "lexical_lags": []}  # what version 1 could not have
-    if not isinstance(value, Mapping) or set(value) != set(names):
-        odd = sorted(set(value) ^ set(names)) if isinstance(value, Mapping) else ["<top>"]
-        raise SpecError(odd[0], "an unknown or missing key", "exactly " + ", ".join(names))
-    hints: dict[str, Any] = {
-        "format_version": int, "kvfit_version": str, "commit": int, "finished": bool, "source": ModelSpec, "target": ModelSpec,
-        "inputs": Inputs, "stats_dtype": StatsDtype, "lexical_lags": tuple[int, ...], "recipe": dict,
-        "buffer_tokens": int | None, "tokens": Tokens, "batches": Batches, "live": Live, "digests": dict,
-    }  # fmt: skip
-    read: dict[str, Any] = {name: from_json(hint, value[name], name) for name, hint in hints.items()}
-    record = Record(cursor=value["cursor"], **read)
+    return from_json(Record, value)
+
+
+def _checked(record: Record) -> Record:
+    """Refuse a record whose fields do not fit each other."""
     if list(record.lexical_lags) != sorted({lag for lag in record.lexical_lags if lag >= 0}):
         raise SpecError("lexical_lags", str(list(record.lexical_lags)), "lags of 0 and more, ascending")
     for split in SPLITS:
@@ -228,12 +269,11 @@ def _parse(value: Any) -> Record:
             raise SpecError(
                 f"live.{split}", f"{record.live.of(split)} with {n_tokens} tokens", "a generation if and only if tokens"
             )
-    digests = {path: tuple(entries) for path, entries in record.digests.items() if isinstance(entries, list)}
     arrays = record.live_arrays()
     odd = sorted(set(record.digests) ^ set(arrays))
     if odd:
         raise SpecError(f"digests.{odd[0]}", "an unknown or missing array", "exactly the live ones")
     for path, array in arrays.items():
-        if len(digests.get(path, ())) != len(array.chunks):
-            raise SpecError(f"digests.{path}", f"{len(digests.get(path, ()))} digests", f"{len(array.chunks)}")
-    return dataclasses.replace(record, digests=digests)
+        if len(record.digests[path]) != len(array.chunks):
+            raise SpecError(f"digests.{path}", f"{len(record.digests[path])} digests", f"{len(array.chunks)}")
+    return record

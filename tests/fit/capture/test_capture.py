@@ -218,7 +218,7 @@ def test_an_interrupted_capture_ends_with_the_same_bits(
         "progress": False,
     }
     # A buffer of a few dozen tokens, so that every addition commits the one before.
-    monkeypatch.setattr("kvfit.fit.stats.accumulate.LARGEST_BUFFER", 100)
+    monkeypatch.setattr("kvfit.fit.stats.budget.LARGEST_BUFFER", 100)
     capture(str(tiny_pair[0]), str(tiny_pair[1]), tmp_path / "whole.zarr", **arguments)
     plain = Activations.__call__
     out, stops, finished = tmp_path / "torn.zarr", 0, False
@@ -288,7 +288,7 @@ def test_a_capture_that_ends_before_a_commit_leaves_nothing(tiny_pair: tuple[Pat
 def test_a_capture_that_ends_after_a_commit_goes_on_with_more_text(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvfit.fit.stats.accumulate.LARGEST_BUFFER", 50)
+    monkeypatch.setattr("kvfit.fit.stats.budget.LARGEST_BUFFER", 50)
     text = few(tmp_path / "few.jsonl", 8)
     arguments = {"text": text, "options": SMALL, "loading": FLOAT32, "batch_size": 2, "progress": False}
     refs = [str(folder) for folder in tiny_pair]
@@ -304,7 +304,7 @@ def test_a_repetition_is_seen_where_another_process_took_the_first_copy(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a resume: the second of two processes, ended twice by too little text, against ended once."""
-    monkeypatch.setattr("kvfit.fit.stats.accumulate.LARGEST_BUFFER", 50)
+    monkeypatch.setattr("kvfit.fit.stats.budget.LARGEST_BUFFER", 50)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     texts = list(islice(documents(TEXT), 14))

@@ -13,6 +13,7 @@ from random_pair import SOURCE, TARGET, Batch, batches, capture, model, scratch,
 
 from kvfit.errors import MismatchError, OptionError, StoreError
 from kvfit.fit.stats import digests
+from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.store import Accumulator, Store
 from kvfit.spec import KINDS
@@ -202,7 +203,7 @@ def test_one_part_is_not_counted_twice(tmp_path: Path) -> None:
 def captured(path: Path, rank: int, texts: str | None) -> Path:
     """A store whose cursor says which documents are in it, one per letter."""
     cursor = {"sequences": 9, "captured": "".join(map(digests.digest, texts))} if texts is not None else 7
-    with Accumulator.create(path, source=SOURCE, target=TARGET, recipe={"part": {"rank": rank}}) as accumulator:
+    with Accumulator.create(path, Layout(SOURCE, TARGET), recipe={"part": {"rank": rank}}) as accumulator:
         for split, source, target in batches(SIZES):
             accumulator.add(split, source, target, cursor)
         accumulator.finish(cursor)

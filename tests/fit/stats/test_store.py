@@ -121,9 +121,7 @@ def test_lexical_blocks(tmp_path: Path, inputs: str) -> None:
         store.source_mean("fit", ("lexical", 3))
     with pytest.raises(StoreError, match="has no target block"):
         store.target_mean("fit", ("lexical", 0))
-    with Accumulator.create(
-        tmp_path / "t.zarr", source=SOURCE, target=TARGET, recipe={}, lexical_lags=(0, 1, 3)
-    ) as accumulator:
+    with Accumulator.create(tmp_path / "t.zarr", Layout(SOURCE, TARGET, lexical_lags=(0, 1, 3)), recipe={}) as accumulator:
         _, source, target = batches([4])[0]
         with pytest.raises(MismatchError, match="source gave lexical of 0 lags, the store needs 3"):
             accumulator.add("fit", source, target, None)
@@ -151,7 +149,7 @@ def test_stores_of_version_1_open_and_resume(tmp_path: Path) -> None:
         capture(tmp_path / name, rows[:-1], finish=False)
     as_version_1(tmp_path / "old")
     for name in ("new", "old"):
-        with Accumulator.resume(tmp_path / name, recipe={"seed": 0}, source=SOURCE, target=TARGET) as accumulator:
+        with Accumulator.resume(tmp_path / name, Layout(SOURCE, TARGET), recipe={"seed": 0}) as accumulator:
             for number, (split, source, target) in enumerate(rows):
                 if number >= accumulator.cursor:
                     accumulator.add(split, source, target, number + 1)
