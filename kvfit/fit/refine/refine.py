@@ -25,6 +25,7 @@ from kvfit.fit.capture.activations import check_positions
 from kvfit.fit.capture.locate import recorded_refs
 from kvfit.fit.capture.sequences import interleaved
 from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
+from kvfit.fit.progress import track
 from kvfit.fit.refine.correction import Correction
 from kvfit.fit.refine.examples import Example, examples
 from kvfit.fit.refine.training import Continuation, Schedule, train
@@ -125,7 +126,7 @@ def refine(
         target: likewise.
         options: see `Options`.
         loading: how source and target are loaded.
-        progress: show a bar.
+        progress: show bars or log lines.
 
     Raises:
         BundleError: the bundle cannot be read, or `out` exists.
@@ -173,7 +174,8 @@ class _Job:
         """Train, compare, and write what is better."""
         device = input_device(self.target)
         basis = self.opened.basis(device=device, dtype=torch.float32)
-        found = examples(self.spec, self.source, self.target, (ids for ids, _ in taken), basis)
+        sequences = track([ids for ids, _ in taken], "refine, both models", "sequences", show=self.progress)
+        found = examples(self.spec, self.source, self.target, sequences, basis)
         # Every so-manieth sequence, so that each text is on both sides.
         places = torch.linspace(0, len(found) - 1, self.options.n_holdout).round().long().tolist()
         holdout = [found[place] for place in places]

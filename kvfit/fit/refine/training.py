@@ -7,6 +7,7 @@ target to the keys and values that were mapped, and from there to the correction
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from kvfit.fit.progress import track
 from kvfit.fit.refine.correction import Correction
 from kvfit.fit.refine.examples import Example, with_rest
 from kvfit.model import cache as caches
@@ -24,6 +25,7 @@ from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, rotate
 from kvfit.spec import KINDS, Kind, MapperSpec
 
+LOGGER = logging.getLogger("kvfit")
 WARM_UP_STEPS = 10
 
 Outputs = Mapping[tuple[Kind, int], Tensor]
@@ -139,7 +141,7 @@ def train(
         fit: examples to learn from.
         holdout: examples to stop by.
         schedule: see `Schedule`.
-        progress: show a bar.
+        progress: show a bar or log lines.
 
     Returns:
         Per look at the holdout: step, and KL on the holdout. The first is that of the map as it was given.
@@ -152,8 +154,7 @@ def train(
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
     best = [parameter.detach().clone() for parameter in parameters]
     looks = [{"step": 0, "kl": holdout_divergence(correction, continuation, holdout, schedule)}]
-    bar = tqdm(range(1, schedule.steps + 1), desc="refine", disable=None if progress else True)
-    for step in bar:
+    for step in track(range(1, schedule.steps + 1), "refine", "steps", show=progress):
         batch = rng.sample(list(fit), min(schedule.batch_size, len(fit)))
         prefix = rng.randint(schedule.prefix_least, schedule.prefix_most(batch[0]))
         loss = _divergence(correction, continuation, batch, prefix, schedule.continuation)
@@ -165,7 +166,7 @@ def train(
         if step % schedule.check_every and step != schedule.steps:
             continue
         looks.append({"step": step, "kl": holdout_divergence(correction, continuation, holdout, schedule)})
-        bar.set_postfix(kl=f"{looks[-1]['kl']:.4f}")
+        LOGGER.info("refine: KL on the holdout %.4f after %d steps, %.4f at the start", looks[-1]["kl"], step, looks[0]["kl"])
         lowest = min(looks, key=lambda look: look["kl"])
         if lowest is looks[-1]:
             best = [parameter.detach().clone() for parameter in parameters]
