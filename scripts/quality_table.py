@@ -61,8 +61,8 @@ STEPS = (
     Step("+ gain", "text", PLAIN),
     Step("+ target layer 0", "text", {**PLAIN, "lexical": "auto"}),
     Step("+ gain and facts text, without target layer 0", "mix", PLAIN),
-    Step("+ gain, target layer 0 and facts text", "mix", {**PLAIN, "lexical": "auto"}, (0.0, 0.02, 0.1)),
-    Step("+ shared basis (default of solve)", "mix", {}, (0.0, 0.1)),
+    Step("+ gain, target layer 0 and facts text", "mix", {**PLAIN, "lexical": "auto"}),
+    Step("+ shared basis (default of solve)", "mix", {}, (0.0, 0.1, "auto")),
     Step("+ refined", "mix", recompute=(0.0, 0.1), start="+ shared basis (default of solve)"),
 )
 
@@ -309,7 +309,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--facts-share", type=float, default=0.25, help="of the mixed calibration; default 0.25")
     parser.add_argument("--holdout", type=float, default=0.1, help="share of the sequences that choose penalties; default 0.1")
     parser.add_argument("--seconds", type=float, default=0.0, help="to time each row for; default 0: the machine is not idle")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of the steps to make, from 0; default all")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the steps to make, from 0, in this order; default all")
     return parser.parse_args()
 
 
@@ -318,19 +318,18 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     given = arguments()
     study = Study(given)
-    found = []
-    for number, step in enumerate(STEPS):
-        if given.only and number not in given.only:
-            continue
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for number in given.only or range(len(STEPS)):
+        step = STEPS[number]
         for share in step.recompute:
             row = study.row(step, share)
             if row is None:
                 print(f"{step.name}: no better than what it started from, left out", flush=True)
-            else:
-                found.append((row_name(step, share), row))
+                continue
+            found[number, row_name(step, share)] = row
             # After every row, so that a run that is stopped leaves a page of what it has.
-            if found:
-                Path(given.out).write_text(page(study, found, study.models()), encoding="utf-8")
+            rows = [(name, found[place, name]) for place, name in sorted(found, key=lambda key: key[0])]
+            Path(given.out).write_text(page(study, rows, study.models()), encoding="utf-8")
 
 
 if __name__ == "__main__":

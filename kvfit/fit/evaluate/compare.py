@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -87,9 +88,14 @@ class Comparison:
         self.ids = heldout(text, self.tokenizer, self.prefix + options.continuation, options.documents, None).ids
         self.questions = {kind: self._questions(kind, text) for kind in options.probe_kinds if options.probes}
         self._references: dict[int, Reference] = {}
-        scores = self._scores(self.pair, ("native", "source", "no_context"))
-        self._source, self._native = scores["source"].nll, scores["native"].nll
-        self.without_map = {arm: self._row(self.pair, arm, scores[arm], asked=arm != "no_context") for arm in scores}
+        self._without_map = self._scores(self.pair, ("native", "source", "no_context"))
+        self._source, self._native = self._without_map["source"].nll, self._without_map["native"].nll
+
+    @cached_property
+    def without_map(self) -> dict[Arm, Row]:
+        """Native, the source alone, and no context."""
+        found = self._without_map
+        return {arm: self._row(self.pair, arm, found[arm], asked=arm != "no_context") for arm in found}
 
     def _questions(self, kind: Any, text: TextOptions) -> list[Probe]:
         options = self.options
