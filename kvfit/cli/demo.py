@@ -167,20 +167,16 @@ def _table(report: dict[str, Any]) -> str:
         lines.append(row(label, *(f"{r2[kind][name][split]:.3f}" for kind in KINDS for split in ("fit", "holdout"))))
     lines += ["", row("cache given to the target", "nats/token", "gap", "recall", "ms", "of the work")]
     for one in rows:
-        # Recall is a way's own only where the target can do the questions at all.
-        recall = one["recall"] if one["recall_by_kind"] else None
+        recall = one["recall"] if one["recall_by_kind"] else None  # where the target can do the questions at all
         cells = (cell(one["nll"], ".3f"), cell(one["share_of_gap"], ".0%"), cell(recall, ".0%"))
         lines.append(row(labels[one["way"]], *cells, cell(one["milliseconds"], ".1f"), cell(one["share_of_work"], ".0%")))
     if not any(one["recall_by_kind"] for one in rows):
         lines.append("  recall: not shown by this pair (the models cannot answer such questions themselves)")
     lines += [f"  {line}" for line in _pays(report)]
+    megabytes = [f"{report['bytes'][name] / 1e6:.1f} {name}" for name in ("store", "bundle")]
     lines += [
         "",
-        row(
-            "megabytes",
-            f"{report['bytes']['store'] / 1e6:.1f} store",
-            f"{report['bytes']['bundle'] / 1e6:.1f} bundle".rjust(16),
-        ),
+        row("megabytes", megabytes[0], megabytes[1].rjust(16)),
         row("verdict", report["verdict"]),
         *(f"    {reason}" for reason in report["reasons"]),
         "",

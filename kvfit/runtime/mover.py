@@ -249,9 +249,8 @@ class Mover:
                     pairs,
                     self.input_ids,
                     prefix=prefix,
-                    n_tokens=tail,
+                    among=range(first, tail),
                     fraction=wanted.recompute,
-                    first=first,
                     attention_mask=self.mask if self.padding else None,
                     excluded=self.placeholders.found,
                 ).to(self.input_ids.device)

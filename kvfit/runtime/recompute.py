@@ -54,9 +54,8 @@ def guided_tokens(
     input_ids: Tensor,
     *,
     prefix: int,
-    n_tokens: int,
+    among: range,
     fraction: float | Literal["auto"],
-    first: int = 0,
     attention_mask: Tensor | None = None,
     excluded: Tensor | None = None,
 ) -> Tensor:
@@ -67,14 +66,14 @@ def guided_tokens(
         pairs: its keys and values of the first `prefix` tokens, (B, H, prefix, D) per layer; not changed.
         input_ids: (B, S) the conversation, S > prefix.
         prefix: tokens that the guide has read.
-        n_tokens: choose among tokens `first` to `n_tokens` - 1.
-        fraction: of `n_tokens`, rounded up: how many to choose. ``auto``: as many as the guide's attention asks for.
-        first: see `n_tokens`; the first token of each sequence and padding come last in any case.
+        among: the tokens to choose from; the first token of each sequence and padding come last in any case.
+        fraction: of the tokens up to the end of `among`, rounded up: how many to choose. ``auto``: as many as the guide's
+            attention asks for.
         attention_mask: (B, S), 0 on left padding.
         excluded: (B, S) booleans, tokens that should not be chosen either.
 
     Returns:
-        (B, C) indices into the conversation, ascending; C = ceil(fraction * n_tokens).
+        (B, C) indices into the conversation, ascending; C = ceil(fraction * among.stop).
 
     Raises:
         MismatchError: `fraction` is not between 0 and 1, or `pairs` hold other tokens than `input_ids`.
@@ -85,12 +84,12 @@ def guided_tokens(
     refuse_attention(caches.unwrapped(guide), "to watch what it attends to")
     reader = _Reader(guide, pairs, input_ids, prefix, attention_mask)
     reader.check_tokens()
-    worth = reader.worth()[:, :n_tokens]
-    eligible = candidates(input_ids, attention_mask)[:, :n_tokens].to(worth.device)
-    eligible &= torch.arange(n_tokens, device=worth.device) >= first
+    worth = reader.worth()[:, : among.stop]
+    eligible = candidates(input_ids, attention_mask)[:, : among.stop].to(worth.device)
+    eligible[:, : among.start] = False
     if excluded is not None:
-        eligible &= ~excluded[:, :n_tokens].to(worth.device)
-    count = auto_count(worth, eligible) if fraction == "auto" else share_of(n_tokens, fraction)
+        eligible &= ~excluded[:, : among.stop].to(worth.device)
+    count = auto_count(worth, eligible) if fraction == "auto" else share_of(among.stop, fraction)
     return choose_tokens(worth[:, None], eligible, count)
 
 

@@ -265,7 +265,7 @@ def test_the_guide_equals_its_own_attention(name, backend, n_new, monkeypatch):
     mask = left_padded(ids, (0, 9))
     pairs = caches.read_cache(prefilled(model, ids[:, :prefix], mask[:, :prefix], cache=caches.full_cache()))
     before = [half.clone() for pair in pairs for half in pair]
-    found = guided_tokens(model, pairs, ids, prefix=prefix, n_tokens=55, fraction=0.3, attention_mask=mask)
+    found = guided_tokens(model, pairs, ids, prefix=prefix, among=range(55), fraction=0.3, attention_mask=mask)
     weights = attentions(model, ids, mask, prefix)
     for row, first_real in enumerate((0, 9)):
         worth = reference_worth(weights[row].tolist(), first_real, 2)
@@ -307,7 +307,7 @@ def test_budget():
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
 
     def count(fraction):
-        return guided_tokens(model, pairs, ids, prefix=30, n_tokens=30, fraction=fraction).shape[1]
+        return guided_tokens(model, pairs, ids, prefix=30, among=range(30), fraction=fraction).shape[1]
 
     assert [count(fraction) for fraction in (0, 0.01, 0.1, 0.2, 0.5, 1)] == [0, 1, 3, 6, 15, 30]
     with pytest.raises(MismatchError, match=r"recompute: found 1\.1"):
@@ -339,7 +339,7 @@ def test_nothing_is_left_behind_in_the_guide():
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
     before = (model.config.to_dict(), model.config._attn_implementation, torch.nn.functional.scaled_dot_product_attention)
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    guided_tokens(model, pairs, ids, prefix=30, n_tokens=30, fraction=0.2)
+    guided_tokens(model, pairs, ids, prefix=30, among=range(30), fraction=0.2)
     after = (model.config.to_dict(), model.config._attn_implementation, torch.nn.functional.scaled_dot_product_attention)
     assert before == after
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -359,7 +359,7 @@ def test_no_attention_of_other_tokens_is_kept(monkeypatch):
     model = build("qwen3", "sdpa")
     ids = tokens(2, 50)
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
-    guided_tokens(model, pairs, ids, prefix=30, n_tokens=30, fraction=0.2)
+    guided_tokens(model, pairs, ids, prefix=30, among=range(30), fraction=0.2)
     assert taken == [(2, 4, QUESTION_TOKENS, 50)] * 3 + [(2, 4, 1, 51 + step) for step in range(DRAFT_TOKENS) for _ in range(3)]
 
 
@@ -370,7 +370,7 @@ def test_other_kernels_are_refused():
     other = copy.deepcopy(model)
     other.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="found attention implementation flash_attention_2, needed sdpa or eager"):
-        guided_tokens(other, pairs, ids, prefix=10, n_tokens=10, fraction=0.2)
+        guided_tokens(other, pairs, ids, prefix=10, among=range(10), fraction=0.2)
     with pytest.raises(UnsupportedModelError, match="to run chosen tokens"):
         rewrite(
             other,
@@ -389,7 +389,7 @@ def test_attention_that_cannot_be_seen_is_refused(monkeypatch):
     pairs = caches.read_cache(prefilled(model, ids[:, :10]))
     monkeypatch.setattr("kvfit.runtime.watch.Watch._seen", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"llama, layer 0: found no attention of it"):
-        guided_tokens(model, pairs, ids, prefix=10, n_tokens=10, fraction=0.2)
+        guided_tokens(model, pairs, ids, prefix=10, among=range(10), fraction=0.2)
 
 
 def test_a_static_target_cache_is_refused(pair):

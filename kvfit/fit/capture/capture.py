@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from kvfit.fit.stats.store import Store
 from kvfit.model.decoder import decoder_parameters, input_device
 from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import describe_model
+from kvfit.spec import ModelSpec
 
 LOGGER = logging.getLogger("kvfit")
 
@@ -122,29 +123,10 @@ def capture(
     out, ranks = Path(out), Ranks.from_environment()
     part = ranks.part(out)
     _check_place(out, part, resume, ranks)
-    # Cheap checks before weights are loaded: tokenizers, then whether there is enough text for one batch.
-    tokenizers = [
-        models.load_tokenizer(ref, revision, trust_remote_code=how.trust_remote_code)
-        for ref, revision, how in zip((source, target), revisions, loading, strict=True)
-    ]
-    models.check_tokenizers(*tokenizers)
-    for ref, revision, how in zip((source, target), revisions, loading, strict=True):
-        config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
-        check_positions(config, ref, options.seq_len, "--seq-len")
-    first = _first_batch(texts, options, tokenizers[0], batch_size)
-    placed = [how if how.device or how.device_map else replace(how, device=ranks.device()) for how in loading]
-    pair = [
-        models.load(ref, revision, how, tokenizer=tokenizer)
-        for ref, revision, how, tokenizer in zip((source, target), revisions, placed, tokenizers, strict=True)
-    ]
-    specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
-    for loaded, spec in zip(pair, specs, strict=True):
-        self_check(loaded.model, spec, first)
+    pair, specs = _proved_pair(list(zip((source, target), revisions, loading, strict=True)), texts, options, batch_size, ranks)
     lags = lexical_lags(options.lexical, pair[1].model)
     options = replace(options, lexical=lags)
-    device = models.find_device(stats_device) if stats_device else input_device(pair[0].model)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # once per process: libraries below take streams and memory of the current one
+    device = _current(models.find_device(stats_device) if stats_device else input_device(pair[0].model))
     budget = free_share(device) // ranks.size if memory_budget == "auto" else memory_budget
     layout = Layout(specs[0], specs[1], options.inputs, options.stats_dtype, lags)
     check_budget(layout, budget)
@@ -158,7 +140,7 @@ def capture(
         accumulator = Accumulator.resume(part, layout, recipe=recipe, **place)
     else:
         accumulator = Accumulator.create(part, layout, recipe=recipe, **place)
-    passes = Passes((runners[0], runners[1]), texts, tokenizers[0], options, batch_size, ranks)
+    passes = Passes((runners[0], runners[1]), texts, pair[0].tokenizer, options, batch_size, ranks)
     with Progress(
         "capture", options.num_sequences, "sequences", initial=State.of(accumulator, len(texts)).sequences,
         plan=f"{source} and {target} over sequences of {options.seq_len} tokens into {part}, statistics "
@@ -174,13 +156,52 @@ def capture(
             if _is_empty(part):  # nothing was committed: what is there would only be in the way
                 shutil.rmtree(part, ignore_errors=True)
             raise
-        with meeting(ranks):
-            if ranks.size > 1 and ranks.rank == 0:
-                merge(ranks.parts(out), out)
-                for path in ranks.parts(out):
-                    shutil.rmtree(path)
+        _merge_parts(out, ranks)
         shown.finish(f"statistics in {out}", then=f"kvfit solve {out} --out BUNDLE")
     return Captured(out, state.sequences, state.short, state.repeated, state.sequences * len(options.kept))
+
+
+def _proved_pair(
+    wanted: Sequence[tuple[str, str | None, models.Options]],
+    texts: tuple[TextOptions, ...],
+    options: Options,
+    batch_size: int,
+    ranks: Ranks,
+) -> tuple[list[models.Loaded], list[ModelSpec]]:
+    """Source and target with their specs, each proved right on the first batch; `wanted` has ref, revision and options."""
+    # Cheap checks before weights are loaded: tokenizers, then whether there is enough text for one batch.
+    tokenizers = [
+        models.load_tokenizer(ref, revision, trust_remote_code=how.trust_remote_code) for ref, revision, how in wanted
+    ]
+    models.check_tokenizers(*tokenizers)
+    for ref, revision, how in wanted:
+        config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
+        check_positions(config, ref, options.seq_len, "--seq-len")
+    first = _first_batch(texts, options, tokenizers[0], batch_size)
+    pair = []
+    for (ref, revision, how), tokenizer in zip(wanted, tokenizers, strict=True):
+        placed = how if how.device or how.device_map else replace(how, device=ranks.device())
+        pair.append(models.load(ref, revision, placed, tokenizer=tokenizer))
+    specs = [describe_model(loaded.model, loaded.tokenizer, ref=loaded.ref, revision=loaded.revision) for loaded in pair]
+    for loaded, spec in zip(pair, specs, strict=True):
+        self_check(loaded.model, spec, first)
+    return pair, specs
+
+
+def _current(device: torch.device) -> torch.device:
+    """The device; libraries take streams and memory of the current card, so it becomes that, once per process."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _merge_parts(out: Path, ranks: Ranks) -> None:
+    """The first process merges the parts of several, once all have come this far."""
+    with meeting(ranks):
+        if ranks.size > 1 and ranks.rank == 0:
+            merge(ranks.parts(out), out)
+            for path in ranks.parts(out):
+                shutil.rmtree(path)
 
 
 def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: Ranks) -> Captured:

@@ -173,6 +173,7 @@ class Reference:
         return arms.continuation_logits(model, cache.fresh(model), ids, self.prefix, self.vocabulary)
 
     def score(self, model: Any, cache: arms.Rewindable) -> dict[str, list[Any]]:
+        """Score a model that continues the same documents from a cache: per document, the fields of `Scores`."""
         found = self._logits(model, cache, self.ids).to(self.logits.device)
         out: dict[str, list[Any]] = {"nll": [], "kl_tokens": [], "top1": []}
         # Row by row: a vocabulary's worth of float32 for a whole batch would be the largest thing in memory.
