@@ -76,4 +76,4 @@ def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool,
     found = verb.evaluate(bundle, source=source, target=target, text=text, texts=texts, options=options, loading=loading)
     say(found, as_json)
     if found.verdict == "fail":
-        raise GateError(f"{bundle}: found verdict fail, needed pass or unknown: see evaluation.json for the reasons")
+        raise GateError(f"{bundle}: found verdict fail, needed pass or unknown: see {bundle}/evaluation.md for the reasons")

@@ -122,6 +122,10 @@ def _option(name: str, parameters: int, dtype: str, prefill: Prefill, extra: flo
     return MapOption(name, parameters, dtype, cost, break_even(moving, prefilling), times)
 
 
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
 def table(options: list[MapOption]) -> list[str]:
     """Lines of a Markdown table."""
     lines = [
@@ -136,7 +140,7 @@ def table(options: list[MapOption]) -> list[str]:
         )
         pays = "never" if option.break_even is None else f"{option.break_even:,} tokens"
         lines.append(
-            f"| {option.name} | {option.nbytes / 1e9:.3g} GB | {option.cost.flops_per_token / 1e9:.3g} "
+            f"| {option.name} | {_size(option.nbytes)} | {option.cost.flops_per_token / 1e9:.3g} "
             f"| {100 * option.cost.share:.2g} % | {times} | {pays if option.milliseconds else '-'} |"
         )
     return lines

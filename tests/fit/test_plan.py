@@ -175,6 +175,9 @@ def test_parameters_are_counted_from_the_configuration(tiny_pair: tuple[Path, Pa
         layers = sum(p.numel() for layer in model.model.layers for p in layer.parameters() if p.dim() == 2)
         assert geometry.decoder_parameters == layers
         assert (geometry.n_heads, geometry.head_dim) == (2, 16)
+    # Weights of so small a pair are told in megabytes, those of a large one in gigabytes.
+    assert f"| all 3 layers, float32 | {planned.maps[0].nbytes / 1e6:.3g} MB |" in str(planned)
+    assert "| 45.4 GB |" in str(plan("qwen3-14b", "qwen3-32b"))
 
 
 def test_a_published_pair_by_name() -> None:

@@ -138,6 +138,11 @@ def _runs(pair: arms.Pair, ids: Tensor) -> dict[str, Callable[[], Any]]:
     }
 
 
+def shown(milliseconds: float) -> str:
+    """A time in words: three digits, or all those before the point."""
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+
+
 def at_length(times: dict[str, Any], tokens: int) -> dict[str, Any] | None:
     """The row of a length, None where it was not timed."""
     return next((row for row in times.get("lengths", ()) if row["tokens"] == tokens), None)

@@ -152,7 +152,11 @@ def evaluate(
     write_card(opened.folder)
     page = _write_page(opened.folder, html_page(report, opened.spec, pictures, transcripts))
     found = Evaluated(opened.folder, report, page)
-    after = f"kvfit push {bundle} --to ORG/NAME" if found.verdict != "fail" else "see the reasons in evaluation.md"
+    after = (
+        f"kvfit push {bundle} --to ORG/NAME"
+        if found.verdict != "fail"
+        else f"see the reasons in {opened.folder / 'evaluation.md'}"
+    )
     parts.finish(f"{found.verdict}, {page or opened.folder / 'evaluation.md'}", after)
     return found
 

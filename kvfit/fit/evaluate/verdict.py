@@ -15,6 +15,7 @@ import torch
 
 from kvfit.bundle.records import value_at
 from kvfit.errors import OptionError
+from kvfit.fit.evaluate.clock import shown
 from kvfit.fit.evaluate.diagnose import Diagnosis
 from kvfit.spec import KINDS
 
@@ -164,7 +165,7 @@ def _speed(timed: tuple[Mapping[str, Any], int] | None, thresholds: Thresholds) 
     )
     return Reasons(
         [
-            f"the handoff takes {row['milliseconds']:.3g} ms for {tokens} tokens, {row['speed']:.2f} x as fast as a prefill, "
+            f"the handoff takes {shown(row['milliseconds'])} for {tokens} tokens, {row['speed']:.2f} x as fast as a prefill, "
             f"needed {thresholds.speed:g} x: {pays}; move longer contexts, or fit a cheaper map"
         ]
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvfit.cost import map_cost
 from kvfit.fit.evaluate import arms
-from kvfit.fit.evaluate.clock import at_length
+from kvfit.fit.evaluate.clock import at_length, shown
 from kvfit.fit.evaluate.options import Options
 from kvfit.model.decoder import layer_path, unwrapped
 from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS
@@ -121,7 +121,7 @@ def speed_text(row: Mapping[str, Any], tokens: int) -> str:
     """The speed of a way, with the length from which on it pays; empty where nothing was timed."""
     if row["speed"] is None:
         return ""
-    found = f"{row['milliseconds']:.3g} ms for {tokens} tokens, {row['speed']:.2g} x as fast as a prefill"
+    found = f"{shown(row['milliseconds'])} for {tokens} tokens, {row['speed']:.2g} x as fast as a prefill"
     if row["breaks_even"] is None:
         return f"{found}; does not pay at any length that was timed"
     return f"{found}; breaks even at {row['breaks_even']} tokens"

@@ -20,7 +20,7 @@ from kvfit.errors import BundleError, MismatchError, TextError
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate import evaluate as evaluation
 from kvfit.fit.evaluate.arms import Prefixes, Rewindable, greedy, mapped_pairs, source_pairs
-from kvfit.fit.evaluate.clock import crossover, lengths_up_to, timed
+from kvfit.fit.evaluate.clock import crossover, lengths_up_to, shown, timed
 from kvfit.fit.evaluate.evaluate import Options, evaluate
 from kvfit.fit.evaluate.intervals import cluster_interval, share_interval, share_of_gap
 from kvfit.fit.evaluate.likelihood import likelihood
@@ -475,6 +475,10 @@ def test_crossover_is_where_transfer_wins_for_good() -> None:
     assert lengths_up_to(383) == [64, 128, 256, 383]
     assert lengths_up_to(39) == [39]
     assert lengths_up_to(200, 39, 150) == [39, 64, 128, 150, 200]
+
+
+def test_times_are_told_in_digits() -> None:
+    assert [shown(value) for value in (0.12345, 20.31, 99.96, 1390.4)] == ["0.123 ms", "20.3 ms", "100 ms", "1390 ms"]
 
 
 def test_runs_are_repeated_as_often_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
