@@ -91,6 +91,34 @@ def test_an_adapter_merged_through_data_into_middle_layers(spec: ModelSpec, qwen
         check_model(spec, qwen3)
 
 
+def test_what_a_write_through_data_shows_and_when(spec: ModelSpec, qwen3: Any) -> None:
+    """torch counts no such write. At use eight elements of each tensor are looked at, at the next bind every one."""
+    weight = qwen3.model.layers[1].mlp.down_proj.weight.data
+    step = (weight.numel() // 8) - 1 | 1
+    looked_at = [number * step for number in range(8)]
+    check_model(spec, qwen3)
+    stamp = WeightStamp(qwen3)
+    shows = {}
+    for name, change in {
+        "a matrix": slice(None),
+        "every second element": slice(None, None, 2),
+        "a row in the middle": slice(20 * weight.shape[1], 21 * weight.shape[1]),
+        "one element that is looked at": looked_at[3],
+        "one element beside it": looked_at[3] + 1,
+    }.items():
+        saved = weight.clone()
+        weight.view(-1)[change] += 0.5
+        shows[name] = not stamp.holds(qwen3)
+        with pytest.raises(MismatchError, match="other weights in layer 1"):
+            check_model(spec, qwen3)
+        weight.copy_(saved)
+        assert stamp.holds(qwen3)
+    assert shows == {
+        "a matrix": True, "every second element": True, "a row in the middle": False,
+        "one element that is looked at": True, "one element beside it": False,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("change", ["epsilon", "scaling", "buffer", "retyped", "replaced", "dropout"])
 def test_the_stamp_notices(change: str) -> None:
     model = build(BY_NAME["gemma3"])
