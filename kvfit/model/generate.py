@@ -81,8 +81,14 @@ def _check(model: Any, input_ids: Any, cache: Any, kwargs: dict[str, Any]) -> No
             raise MismatchError(f"{name}: found a value, needed none, because generation continues on the given cache: drop it")
     if kwargs.get("use_cache") is False:
         raise MismatchError("use_cache: found False, needed True, because generation continues on the given cache: drop it")
-    if kwargs.get("inputs_embeds") is not None:
-        raise MismatchError("inputs_embeds: found a tensor, needed input_ids, the whole prompt: drop inputs_embeds")
+    for name, needed in (
+        ("inputs_embeds", "input_ids, the whole prompt"),
+        ("inputs", "input_ids, the whole prompt"),
+        ("input_ids", "the prompt once"),
+        ("position_ids", "none, because the cached tokens have the positions that follow from attention_mask"),
+    ):
+        if kwargs.get(name) is not None:
+            raise MismatchError(f"{name}: found a tensor, needed {needed}: drop {name}")
     check_cache(model, cache)
     held, length = cache_length(cache), input_ids.shape[1]
     if held >= length:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit.model.decoder import unwrapped
+from kvfit.model.decoder import text_config, unwrapped
 from kvfit.model.interference import drops, interventions
 
 _SAMPLES = 8
@@ -19,9 +19,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class WeightStamp:
     """What can be told about a model's state without reading it all.
 
-    Compares which tensors there are and where, how often torch counted a write to each, which hooks its modules carry and which
-    constants they hold, and a few numbers of every tensor. The numbers are for what torch does not count: writes through
-    ``tensor.data``, by which adapters are merged. Such a write to a few elements goes unnoticed until the next full check.
+    Compares the values of its configuration, which tensors there are and where, how often torch counted a write to each, which
+    hooks its modules carry and which constants they hold, and a few numbers of every tensor. The numbers are for what torch
+    does not count: writes through ``tensor.data``, by which adapters are merged. Such a write to a few elements goes unnoticed
+    until the next full check.
     """
 
     def __init__(self, model: Any) -> None:
@@ -29,6 +30,7 @@ class WeightStamp:
         modules = list(unwrapped(model).modules())
         # The names of a module's numbers are looked up once, because a module has dozens of attributes.
         self._names = [tuple(n for n, value in vars(module).items() if type(value) is float) for module in modules]
+        self._settings = _settings(model)
         self._surface, tensors = self._walk(model)
         self._parts: list[tuple[Callable[[], Tensor | None], tuple[Any, ...]]] = [
             (weakref.ref(tensor), _state(tensor)) for tensor in tensors
@@ -43,7 +45,7 @@ class WeightStamp:
             (tensor.is_meta or kept() is tensor) and state == _state(tensor)
             for tensor, (kept, state) in zip(tensors, self._parts, strict=True)
         )
-        if not same or surface != self._surface:
+        if not same or surface != self._surface or _settings(model) != self._settings:
             return False
         sample = _sample(tensors)
         return sample.keys() == self._sample.keys() and all(
@@ -79,6 +81,19 @@ def _sample(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Ten
         key: torch.cat(parts).view(_BITS[key[1].itemsize]) if key[1].is_floating_point else torch.cat(parts)
         for key, parts in found.items()
     }
+
+
+def _settings(model: Any) -> str:
+    """What the configuration says, as text: some models read it in every pass, as they do the width of a window."""
+    plain = (int, float, str, list, tuple, dict)
+    return repr(
+        [
+            (name, value)
+            for config in {id(one): one for one in (unwrapped(model).config, text_config(model))}.values()
+            for name, value in vars(config).items()
+            if not name.startswith("_") and isinstance(value, plain)
+        ]
+    )
 
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:

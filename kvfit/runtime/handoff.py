@@ -76,6 +76,8 @@ class Handoff:
             MismatchError: the cache holds the whole conversation, because it was used already, or an argument asks for another
                 cache.
         """
+        if "attention_mask" in kwargs:
+            raise MismatchError("attention_mask: found a value, needed none, because the handoff keeps its own: drop it")
         return generate(self.target_model, self.input_ids, self.cache, attention_mask=self.attention_mask, **kwargs)
 
 

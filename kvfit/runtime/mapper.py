@@ -201,7 +201,8 @@ class Mapper:
                 need them: ``(mask.cumsum(-1) - 1).clamp(min=0)``.
             into: a cache of the target that holds the first n tokens; only tokens n to T - 1 are mapped and appended to it.
             layers: target layers to make; the others stay empty. For callers that take some layers from elsewhere.
-            target_model: the target, so that windowed layers get the cache type that drops what they do not need.
+            target_model: the target, so that windowed layers get the cache type that drops what they do not need. It is
+                checked as by `check_models`.
             input_ids: (B, T), the tokens' ids. A mapper with lexical inputs needs them, and the target: bound, or passed here.
             first_layer: instead of ids and target: the target's own first layer of all T tokens as its cache would hold it,
                 keys and values (B, H_target, T, D_target); not changed. For callers such as a serving engine.
@@ -212,10 +213,11 @@ class Mapper:
             tokens, else of the target model, else the source cache's dtype and the weight's device.
 
         Raises:
-            MismatchError: the cache does not have the source's geometry, or `positions`, `into`, `input_ids` or `first_layer`
-                do not fit it, or a mapper with lexical inputs has neither ids and target nor the first layer. Nothing has been
-                changed then.
+            MismatchError: the target is not the mapper's, or the cache does not have the source's geometry, or `positions`,
+                `into`, `input_ids` or `first_layer` do not fit it, or a mapper with lexical inputs has neither ids and target
+                nor the first layer. Nothing has been changed then.
         """
+        self.check_models(None, target_model)
         pairs = caches.read_cache(source_cache)
         chosen = check_layers(self.spec.target, layers)
         check_source(self.spec.source, pairs, positions)

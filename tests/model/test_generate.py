@@ -178,8 +178,11 @@ def test_a_generation_configuration_that_names_a_kind_of_cache() -> None:
     given = GenerationConfig(cache_implementation="static", max_new_tokens=6)
     with pytest.raises(MismatchError, match="cache_implementation: found a value, needed none"):
         generate(model, ids, filled(model, ids), generation_config=given)
-    with pytest.raises(MismatchError, match="inputs_embeds: found a tensor"):
-        generate(model, ids, filled(model, ids), inputs_embeds=torch.zeros(1, LENGTH, 64))
+    for name, value in {
+        "inputs_embeds": torch.zeros(1, LENGTH, 64), "inputs": ids, "input_ids": ids, "position_ids": torch.zeros_like(ids),
+    }.items():  # fmt: skip
+        with pytest.raises(MismatchError, match=f"^{name}: found a tensor, needed .*: drop {name}"):
+            generate(model, ids, filled(model, ids), max_new_tokens=6, **{name: value})
 
 
 @pytest.mark.parametrize("where", ["argument", "given", "model"])

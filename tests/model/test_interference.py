@@ -119,7 +119,7 @@ def test_what_a_write_through_data_shows_and_when(spec: ModelSpec, qwen3: Any) -
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", ["epsilon", "scaling", "buffer", "retyped", "replaced", "dropout"])
+@pytest.mark.parametrize("change", ["epsilon", "scaling", "buffer", "retyped", "replaced", "dropout", "window", "soft cap"])
 def test_the_stamp_notices(change: str) -> None:
     model = build(BY_NAME["gemma3"])
     stamp = WeightStamp(model)
@@ -134,6 +134,10 @@ def test_the_stamp_notices(change: str) -> None:
         model.lm_head.to(torch.bfloat16)
     elif change == "replaced":
         model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+    elif change == "window":  # masks are made from it in every pass
+        model.config.sliding_window = 2
+    elif change == "soft cap":
+        model.config.final_logit_softcapping = 1.0
     else:
         model.model.layers[0].self_attn.attention_dropout = 0.1
         model.train()

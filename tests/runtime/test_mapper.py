@@ -257,10 +257,10 @@ def test_left_padded_batches(target):
         assert torch.allclose(values[:1, :, 7:], wanted_values, atol=1e-4)
 
 
-def test_takes_the_targets_dtype(target):
+def test_takes_the_targets_dtype(target, tiny_pair):
     mapper = identity_mapper(target)
     cache = prefilled(target, torch.arange(5, 15)[None])
-    half = copy.deepcopy(target).bfloat16()
+    half = type(target).from_pretrained(tiny_pair[1], dtype=torch.bfloat16)
     moved = mapper.transfer(cache, target_model=half)
     assert {part.dtype for part in content(moved)} == {torch.bfloat16}
     caches.forward(half, torch.tensor([[7]]), moved)

@@ -5,14 +5,17 @@ import copy
 import pytest
 import torch
 import zoo
-from made_mappers import cache_of, content, identity_mapper, prefilled, same
+from made_mappers import cache_of, content, identity_mapper, mapper_spec, model_spec, prefilled, same
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
+from kvfit.model.digests import config_digest, weight_fingerprint
+from kvfit.runtime.mapper import Mapper
 from kvfit.runtime.passes import check_ran, run
 from kvfit.runtime.rewrite import check_rewrite
+from kvfit.spec import RopeSpec
 
 
 def build(name="qwen3", **more):
@@ -33,7 +36,7 @@ def close(found, wanted, atol=1e-4):
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_generate_continues_like_the_target_itself(options, use_cache):
     model = build()
-    model.generation_config.use_cache = use_cache
+    model.config.use_cache = model.generation_config.use_cache = use_cache
     ids = tokens(2, 20)
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
@@ -45,6 +48,37 @@ def test_generate_continues_like_the_target_itself(options, use_cache):
     assert torch.equal(moved.generate(**options), wanted)
     with pytest.raises(MismatchError, match=r"cache: found 2[67] tokens for a prompt of 20"):
         moved.generate(**options)
+
+
+def test_an_adapter_on_the_embedding_is_refused_wherever_the_model_is_used():
+    """It changes keys by as much as one on a layer, and no layer shows it."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base_layer):
+            super().__init__()
+            self.base_layer, self.lora_embedding_A = base_layer, torch.nn.Parameter(torch.randn(2, 8))
+            self.weight = base_layer.weight
+
+        def forward(self, ids):
+            return self.base_layer(ids) * 1.5
+
+    model, ids = build(), tokens(1, 20)
+    mapper, source = identity_mapper(model), prefilled(model, ids)
+    bound = mapper.bind(model, model)
+    assert handoff(bound, model, ids, source, recompute=0.2, guide=model).status == "applied"
+    plain = copy.deepcopy(model)
+    model.model.embed_tokens = Adapted(model.model.embed_tokens)
+    refused = r"found an adapter on model\.embed_tokens"
+    for use in (
+        lambda: mapper.bind(model, plain),
+        lambda: mapper.bind(plain, model),
+        lambda: handoff(bound, model, ids, source),
+        lambda: handoff(bound, plain, ids, source, recompute=0.2, guide=model),
+        lambda: bound.transfer(source, target_model=model),
+    ):
+        with pytest.raises(MismatchError, match=refused):
+            use()
+    assert handoff(bound, plain, ids, source, recompute=0.2, guide=plain).status == "applied"
 
 
 def test_counts_are_those_of_the_cache():
@@ -173,9 +207,28 @@ def test_a_model_without_positions_cannot_run_chosen_tokens():
 
     torch.manual_seed(0)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=2)).eval()
-    for windows in ((None, None),):
-        with pytest.raises(UnsupportedModelError, match="bloom: found a model that takes no positions, needed position_ids"):
-            check_rewrite(bloom, windows)
+    refused = "bloom: found a model that takes no positions, needed position_ids"
+    with pytest.raises(UnsupportedModelError, match=refused):
+        check_rewrite(bloom, (None, None))
+    spec = model_spec(
+        2, 2, 16, RopeSpec((), (None, None)), family="bloom", config_digest=config_digest(bloom.config),
+        weight_fingerprint=weight_fingerprint(bloom),
+    )  # fmt: skip
+    layers = mapper_spec(spec, spec, [[0], [1]])
+    mapper = Mapper(layers, {(one.kind, one.layer_index): (torch.eye(32), torch.zeros(32)) for one in layers.layers})
+    ids, options = tokens(1, 20), {"max_new_tokens": 6, "do_sample": False}
+    source = prefilled(bloom, ids)
+    before = content(source)
+    earlier = prefilled(bloom, ids[:, :8])
+    held = content(earlier)
+    for chosen in ({"recompute": 0.2, "guide": bloom}, {"exact_tokens": [3, 5]}):
+        with pytest.raises(UnsupportedModelError, match=refused):
+            handoff(mapper, bloom, ids, source, target_cache=earlier, target_ids=ids[:, :8], **chosen)
+        assert same(content(earlier), held)
+    moved = handoff(mapper, bloom, ids, source, exact_head=2, exact_tail=3)
+    assert (moved.status, moved.n_mapped, moved.n_exact) == ("applied", 14, 5)
+    assert torch.equal(moved.generate(**options), bloom.generate(ids, **options))
+    assert same(content(source), before)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "qwen2-window", "glm", "gpt-neox", "cohere2", "phi3"])

@@ -155,6 +155,23 @@ def test_what_no_prefill_could_use_is_refused_all_the_same(pair, tokenizer, on_e
         handoff(mapper, "org/target", IDS, cache, on_error=on_error)
 
 
+def test_one_cache_is_not_the_sources_and_the_targets(tiny_pair, load):
+    """What the target's cache holds is cropped and added to; the source's is never changed."""
+    model = load(tiny_pair[0]).model
+    cache = prefilled(model, IDS)
+    with pytest.raises(MismatchError, match="target_cache: found source_cache itself, needed a cache that the target may"):
+        handoff(identity_mapper(model), model, IDS, cache, target_cache=cache, target_ids=IDS)
+    assert caches.cache_length(cache) == 12
+
+
+def test_a_handoff_has_a_mask_of_its_own(pair):
+    source, target, mapper = pair
+    moved = handoff(mapper, target, IDS, prefilled(source, IDS))
+    with pytest.raises(MismatchError, match="attention_mask: found a value, needed none, because the handoff keeps its own"):
+        moved.generate(max_new_tokens=2, attention_mask=torch.ones_like(IDS))
+    assert moved.generate(max_new_tokens=2, eos_token_id=None).shape == (2, 14)
+
+
 def test_generate_refuses_another_models_cache(pair):
     source, target, _ = pair
     for model, other in ((source, target), (target, source)):  # 3 and 4 layers of the same heads: transformers says nothing

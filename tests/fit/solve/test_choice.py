@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from planted import Planted, plant
 
+from kvfit.bundle import write
 from kvfit.bundle.bundle import Bundle
 from kvfit.cost import Prefill, map_cost
 from kvfit.errors import OptionError
@@ -172,3 +174,19 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(store: Path, tmp_path: Path,
     assert "File too large" in last
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes are not forked there")
+def test_what_a_killed_solve_left_goes_with_the_next(store: Path, tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        write.write_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        solve(store, tmp_path / "b", options=Options(penalty=0.01), progress=False)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] != []
+    assert not (tmp_path / "b").exists()
+    solve(store, tmp_path / "b", options=Options(penalty=0.01), progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    assert Bundle.open(tmp_path / "b").spec.layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -243,3 +244,21 @@ def test_nothing_is_left_of_a_merge_that_failed(tmp_path: Path) -> None:
     capture(tmp_path / "open.zarr", batches(SIZES), finish=False)
     with pytest.raises(StoreError, match="is incomplete"):
         merge([a, tmp_path / "open.zarr"], tmp_path / "out.zarr")
+
+
+def test_what_a_killed_merge_left_goes_with_the_next(tmp_path: Path) -> None:
+    parts = shards(tmp_path, batches(SIZES), [4])
+    child = os.fork()
+    if child == 0:
+        os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        merge(parts, tmp_path / "out.zarr")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    left = sorted(set(tmp_path.iterdir()) - set(parts))
+    assert left
+    assert not (tmp_path / "out.zarr").exists()
+    merge(parts, tmp_path / "out.zarr")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.zarr", *(path.name for path in parts)]
+    merge(parts, tmp_path / "plain.zarr")
+    assert_same(Store.open(tmp_path / "out.zarr"), Store.open(tmp_path / "plain.zarr"), 0)
