@@ -113,9 +113,9 @@ class Mover:
         if not isinstance(mapper, Mapper):
             raise MismatchError(f"mapper: found {type(mapper).__name__}, needed a Mapper: load_mapper(...) gives one")
         mapper.check_models(None, self.model)
+        reused = self._common(mapper, target_cache, target_ids)
         if target_cache is not None and target_cache is source_cache:
             raise MismatchError("target_cache: found source_cache itself, needed a cache that the target may change")
-        reused = self._common(mapper, target_cache, target_ids)
         if target_cache is not None:
             self.own = target_cache, reused
         mapper.check_models(wanted.guide)
