@@ -6,7 +6,6 @@ python scripts/write_catalogue.py --check    # exit 1 if the page is not what th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -74,17 +73,7 @@ def page(entries: Sequence[MapperEntry]) -> str:
     return "\n\n".join([HEAD.strip(), "\n".join(lines), *map(_use, reversed(best.values()))]) + "\n"
 
 
-def main() -> None:
-    """Write the page, or compare it."""
-    wanted = page(list_mappers(folder=ROOT / "registry"))
-    if sys.argv[1:] == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
-            sys.exit(f"{PAGE.name}: found another text than the registry gives: run python scripts/write_catalogue.py")
-    elif sys.argv[1:]:
-        sys.exit(f"found {' '.join(sys.argv[1:])}, needed nothing or --check")
-    else:
-        PAGE.write_text(wanted, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    from generated_page import write_or_check
+
+    write_or_check(PAGE, page(list_mappers(folder=ROOT / "registry")), "the registry")

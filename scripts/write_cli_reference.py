@@ -9,7 +9,6 @@ Made from click's own description of each command rather than from its help text
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,17 +105,7 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main() -> None:
-    """Write the page, or compare it."""
-    wanted = page()
-    if sys.argv[1:] == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
-            sys.exit(f"{PAGE.name}: found another text than the command line gives: run python scripts/write_cli_reference.py")
-    elif sys.argv[1:]:
-        sys.exit(f"found {' '.join(sys.argv[1:])}, needed nothing or --check")
-    else:
-        PAGE.write_text(wanted, encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    from generated_page import write_or_check
+
+    write_or_check(PAGE, page(), "the command line")

@@ -113,7 +113,7 @@ def complete(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def _discard_staged(folder: Path) -> None:
-    """Remove what an addition left behind that did not reach its commit point; only for who holds the bundle's lock."""
+    """Remove what an addition left behind that did not reach its commit point; the caller must hold the bundle's lock."""
     for entry in list(os.scandir(folder)):
         if entry.name.startswith(".") and entry.name.endswith(_STAGED) and entry.is_file(follow_symlinks=False):
             os.unlink(entry.path)

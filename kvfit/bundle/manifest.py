@@ -112,7 +112,7 @@ def read_record(folder: Path, name: str, digests: Mapping[str, str] | None = Non
         digests: to compare the file's digest with.
 
     Raises:
-        BundleError: it is missing, too large, not the listed one, or no strict JSON object; names the file.
+        BundleError: it is missing, too large, not the listed one, or not strict JSON object; names the file.
     """
     data = read_small(folder, name, MAX_RECORD[name])
     if digests is not None:
@@ -124,12 +124,12 @@ def parse_record(name: str, data: bytes) -> dict[str, Any]:
     """A JSON record from its text.
 
     Raises:
-        BundleError: no strict JSON object; names the file.
+        BundleError: not strict JSON object; names the file.
     """
     try:
         value = records.parse_json(data)
     except ValueError as error:
-        raise BundleError(f"file {name}: no strict JSON ({records.one_line(error)})") from None
+        raise BundleError(f"file {name}: not strict JSON ({records.one_line(error)})") from None
     if not isinstance(value, dict):
         raise BundleError(f"file {name}: found a {type(value).__name__}, needed an object")
     return value

@@ -109,7 +109,7 @@ def read_capped(path: Path, limit: int) -> bytes:
         OSError: it cannot be read.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # asked first, because opening a pipe waits for its writer
-        raise ValueError("found no regular file, needed one")
+        raise ValueError("found something other than a regular file, needed a regular file")
     with open(path, "rb") as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:

@@ -174,7 +174,7 @@ def _parse_header(path: Path) -> dict[str, Any]:
         header = records.parse_json(text)
     except ValueError as error:
         raise BundleError(
-            f"file {path.name}: header is no strict JSON ({error}); damaged, {manifest.how_to_renew(path)}"
+            f"file {path.name}: header is not strict JSON ({error}); damaged, {manifest.how_to_renew(path)}"
         ) from None
     if not isinstance(header, dict):
         raise BundleError(f"file {path.name}: header is a {type(header).__name__}, needed an object")

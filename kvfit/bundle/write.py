@@ -83,7 +83,7 @@ def _stream(
         for index, table in enumerate(model.rope.tables):
             values = torch.tensor(table.inverse_frequencies, dtype=torch.float64)
             if not torch.equal(values.float().double(), values):
-                raise BundleError(f"field {role}.rope.tables[{index}].inverse_frequencies: a value that is no float32")
+                raise BundleError(f"field {role}.rope.tables[{index}].inverse_frequencies: a value that is not a float32")
             yield shards.rope_name(role, index), values.float()
     stored_dtype = shards.TORCH_DTYPES[shards.STORED[spec.dtype]]
     if basis is not None:

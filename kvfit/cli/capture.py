@@ -150,7 +150,7 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
     done = verb.capture(
         source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest
     )
-    if Ranks.from_environment().rank == 0:  # of the processes that torchrun started one has the word
+    if Ranks.from_environment().rank == 0:  # of the processes that torchrun started, only the first prints
         say(done, as_json)
 
 

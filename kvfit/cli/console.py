@@ -105,7 +105,7 @@ def say_text(text: str) -> None:
 
 
 def run(command: click.Command) -> None:
-    """Run a command line; what goes wrong is one line on stderr and an exit code."""
+    """Run a command line; an error becomes one line on stderr and an exit code."""
     _fill_streams()
     _log()
     # Without the extra `fit` there may be no numpy, and torch warns of that before a verb can say which extra it needs.

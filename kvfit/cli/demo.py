@@ -144,7 +144,7 @@ def _table(report: dict[str, Any]) -> str:
     def cell(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    # A bundle that failed is only loaded by who asks for it.
+    # A bundle that failed is loaded only on request.
     gate = "" if report["verdict"] != "fail" else ', require="any"'
     labels = {
         "native": "target, its own cache (native prefill)",

@@ -25,7 +25,7 @@ class Environment:
         python: version of Python.
         system: operating system and processor.
         cores: logical processors that this process may use.
-        packages: version per package, None for what is not installed.
+        packages: version per package, None for one that is not installed.
         devices: names of the GPUs.
         variables: environment variables that change what runs, where set.
     """

@@ -230,7 +230,7 @@ def _solve_flops(read: InputSet, blocks: int, shared: bool, penalties: int) -> f
 
 
 def _check_tokenizers(refs: tuple[str, str], revisions: tuple[str | None, str | None], trust_remote_code: bool) -> None:
-    """Refuse a pair that `capture` would refuse; configurations without tokenizers can be planned for all the same."""
+    """Refuse a pair that `capture` would refuse; configurations without tokenizers are accepted."""
     try:
         tokenizers = [
             models.load_tokenizer(ref, revision, trust_remote_code=trust_remote_code)

@@ -172,7 +172,7 @@ def _resolve_folder(folder: Path, revision: str | None) -> Path:
     versions = [tag for tag in tags if is_version(tag)]
     if revision is None and not versions:
         raise RefError(
-            f"{folder}: found bundles whose names are no versions ({', '.join(tags)}), needed the name of one:"
+            f"{folder}: found bundles whose names are not versions ({', '.join(tags)}), needed the name of one:"
             f" {folder / tags[0]}, or revision={tags[0]!r}"
         )
     return folder / (revision or versions[-1])

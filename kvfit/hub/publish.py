@@ -203,7 +203,8 @@ class HubRepository:
         foreign = sorted(name for name in tree if not _is_of_bundle(name))
         if foreign:
             raise MismatchError(
-                f"{self.name}: holds {foreign[0]}, which is no part of a bundle; push to a repository of its own"
+                f"{self.name}: found {foreign[0]}, which does not belong to a bundle, needed a repository of bundles only: "
+                "push to another one"
             )
         names = {file.name for file in release.files}
         return {file.name: file for file in release.files if not _same(file, tree.get(file.name))} | dict.fromkeys(
@@ -220,7 +221,7 @@ class HubRepository:
     def _commit(
         self, release: Release, changed: dict[str, ReleaseFile | None], head: str, *, create_pr: bool = False
     ) -> tuple[str, str]:
-        """Commit and address. After an error it is looked whether the commit landed all the same, ours or another's."""
+        """Commit and address. After an error, look whether the commit has landed anyway, ours or another's."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         operations = [

@@ -190,7 +190,7 @@ def read_entry(path: Path) -> MapperEntry:
     """One entry.
 
     Raises:
-        RefError: the file is no regular file of at most 64 KiB, or not as the schema says; names the field.
+        RefError: the file is not a regular file of at most 64 KiB, or does not follow the schema; names the field.
     """
     try:
         document = records.parse_toml(records.read_capped(path, MAX_ENTRY))
@@ -284,7 +284,7 @@ def entry_file(entry: MapperEntry) -> str:
 
 def _toml(value: str | int | float) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has JSON's escapes, except for DEL
     return repr(value)
 
 

@@ -73,7 +73,7 @@ def decoder_parameters(model: Any) -> int:
 
 
 def family(model: Any) -> str:
-    """Transformers' ``model_type``, or the class name of what has none."""
+    """Transformers' ``model_type``, or the class name of a model without one."""
     return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)
 
 

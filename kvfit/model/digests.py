@@ -101,7 +101,7 @@ def _weights(model: Any) -> Iterator[Tensor]:
         if found is None or _MIXTURE.search(path):
             continue
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            # Quantised weights are buffers; so are causal masks and frequencies, which are no weights.
+            # Quantised weights are buffers. Causal masks and frequencies are buffers too, but not weights.
             if tensor is not None and tensor.numel() > 1 and tensor.dtype != torch.bool and "inv_freq" not in name:
                 layers.setdefault(found[0], []).append((f"{found[1]}.{name}", module, name))
     if not layers:

@@ -6,7 +6,7 @@ angle of plane i and s the table's attention scaling, a pair (x, y) becomes
     x' = s (x cos a_i - y sin a_i)        y' = s (y cos a_i + x sin a_i)
 
 so the inverse turns by -a_i and divides by s. Only the leading `rotated_width` features take part; the others are passed
-on bit for bit. Which features make a pair is the table's `pairing`.
+on bit for bit. The table's `pairing` says which features make a pair.
 
 Source: Su et al. 2021, "RoFormer"; the scaling is YaRN's (Peng et al. 2023).
 """
@@ -90,7 +90,7 @@ def unrotate(
 
 
 def turn_into(out: Tensor, keys: Tensor, table: RopeTable, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
-    """Rotate keys, or with `inverse` take their rotation back, into memory that the caller owns: as few passes as there can be.
+    """Rotate keys, or with `inverse` take their rotation back, into memory that the caller owns, in as few passes as possible.
 
     Args:
         out: (B, H, T, D), float32 or float64, any strides; must not share memory with `keys`.

@@ -47,7 +47,7 @@ def frequencies_of_sines(table: Tensor) -> tuple[float, ...] | None:
     """The inverse frequencies behind a table of sines and cosines, each a float32; None for a table of another kind.
 
     The angle of position 1 gives a frequency f to about 1e-7. The angles of positions 2, 4, 8, ... are exact multiples of it,
-    known but for whole turns, which the estimate so far resolves; so each step halves the error.
+    known up to whole turns. The estimate so far resolves those, so each step halves the error.
 
     Args:
         table: (positions, R): R/2 sines, then R/2 cosines.

@@ -32,7 +32,7 @@ _LOCK = threading.RLock()
 
 @dataclass(frozen=True)
 class Rotation:
-    """One tensor that went into a rotary function (`given`, candidates in order) and one that came out."""
+    """A tensor that a rotary function returned, and the tensors that it was given (`given`, candidates in order)."""
 
     given: tuple[Tensor, ...]
     out: Tensor
@@ -40,7 +40,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Output:
-    """What a module with parameters was given and returned; a projection has a weight matrix that mixes features."""
+    """Input and output of a module with parameters; a projection has a weight matrix that mixes features."""
 
     given: Tensor
     out: Tensor
@@ -49,7 +49,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Norm:
-    """What a norm without weights was given and returned, and the norm itself."""
+    """Input and output of a norm without weights, and the norm itself."""
 
     given: Tensor
     out: Tensor
@@ -109,7 +109,7 @@ class LayerTrace:
         )
 
     def _normed_after(self, rotation: Rotation) -> tuple[Tensor, ...] | None:
-        """Where a norm without weights ran between rotation and cache: the norm of what was rotated.
+        """Where a norm without weights ran between rotation and cache: the norm of the rotated keys.
 
         Such a norm divides by a length that no rotation changes, so it may as well come first. Whoever compares the rotation of
         the result with the cache proves that it may.
@@ -131,7 +131,7 @@ class LayerTrace:
 
 
 def _by_head(states: Tensor, keys: Tensor) -> Tensor | None:
-    """States of the keys' tokens as (B, slices, T, D), whatever the layout; None for what has no such layout."""
+    """States of the keys' tokens as (B, slices, T, D), from any layout; None where a tensor has no such layout."""
     batch, _, n_tokens, head_dim = keys.shape
     if states.shape == keys.shape:
         return states
@@ -146,7 +146,7 @@ def _holds(output: Tensor, keys: Tensor) -> bool:
     if slices is None:
         return False
     for head in range(keys.shape[1]):
-        # The first token sorts the candidates out; the rest is compared where it agrees.
+        # The first token rules out most candidates; the other tokens are compared only where it agrees.
         same = (slices[0, :, 0] == keys[0, head, 0]).all(-1).nonzero().flatten().tolist()
         if not any(torch.equal(slices[:, index], keys[:, head]) for index in same):
             return False
@@ -207,14 +207,14 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _may_make_keys(module: nn.Module) -> bool:
-    """Whether a module has weights of its own, and is no rotary module (whose output may be rotated keys)."""
+    """Whether a module has weights of its own and is not a rotary module, whose output may be rotated keys."""
     own = _own(module)
     return bool(own) and not any("inv_freq" in name for name in own) and "rotary" not in type(module).__name__.lower()
 
 
 @contextmanager
 def _recording(model: Any, rotations: list[Rotation]) -> Iterator[None]:
-    """Replace every rotary function that the model's code can look up; restore them in the end."""
+    """Replace every rotary function that the model's code can look up; restore them at the end."""
     depth = [0]
     replaced: list[tuple[Any, str, Any]] = []
     for namespace, name, function in _rotary_functions(model):

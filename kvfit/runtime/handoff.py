@@ -127,7 +127,7 @@ def handoff(
         target_ids: (B, n), the ids that `target_cache` was made from; needed with it.
         on_error: ``raise``, or ``prefill``: whatever goes wrong, let the target prefill and say so in the result. What
             `target_cache` holds of the conversation is kept then too, mapped tokens included, unless target or cache were what
-            went wrong. Ids, mask and a target that no prefill could use are refused all the same.
+            went wrong. Ids, a mask or a target that no prefill could use raise an error in both cases.
 
     Returns:
         The cache, the ids still to run, and what was done. Continue with ``moved.generate(max_new_tokens=...)``.

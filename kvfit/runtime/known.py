@@ -46,7 +46,7 @@ class KnownModels:
         return other
 
     def check(self, role: Role, model: Any) -> None:
-        """Check a model unless it is known and unchanged; None is no model.
+        """Check a model unless it is known and unchanged. For None, do nothing.
 
         Raises:
             MismatchError: names the model and the field that differs.
@@ -89,7 +89,7 @@ class KnownModels:
 
         Raises:
             MismatchError: names the model and the field that differs.
-            UnsupportedModelError: the mapper reads the target's first layer, which cannot be had without attention.
+            UnsupportedModelError: the mapper reads the target's first layer, and this model's first layer needs attention.
         """
         require_model(model, f"{role}_model")
         check_model(self._specs[role], model, *tokenizer)

@@ -79,7 +79,7 @@ class Mapper:
 
     @classmethod
     def from_pretrained(cls, ref: str | Path, **options: Any) -> Mapper:
-        """`kvfit.load_mapper` under the name that the Hub's libraries give such a call.
+        """`kvfit.load_mapper` under the name that libraries of the Hub use.
 
         Arguments and errors are those of `load_mapper`. To publish, push a bundle: a mapper in memory has no recipe, no
         evaluation and no digests.
@@ -161,7 +161,7 @@ class Mapper:
     def check_models(self, source_model: Any = None, target_model: Any = None) -> None:
         """Check models at first use, and again once their weights were written or replaced or an adapter was put on.
 
-        Milliseconds, then a fraction of one. Models that passed are remembered for as long as they live.
+        The first check takes milliseconds, later ones a fraction of one. Models that passed are remembered while they live.
 
         Raises:
             MismatchError: names the model and the field that differs.
@@ -192,8 +192,8 @@ class Mapper:
     ) -> Any:
         """The target's cache for the tokens of a source cache.
 
-        NaN and infinity in the source's cache go through unnoticed, because looking for them would wait for the device.
-        `handoff` looks; ``kvfit.model.cache.check_finite(cache)`` does for who calls this.
+        NaN and infinity in the source's cache are not looked for, because that would wait for the device. `handoff` checks for
+        them; callers of `transfer` can call ``kvfit.model.cache.check_finite(cache)``.
 
         Args:
             source_cache: the source's cache, T tokens, per layer keys and values (B, H_source, T, D_source); never changed.

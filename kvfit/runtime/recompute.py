@@ -260,7 +260,7 @@ class _Reader:
 
 
 def _roomy_cache(pairs: Pairs, length: int, room: int, watch: Watch) -> Any:
-    """A cache of the first `length` tokens, copied once, with room for more; tells `watch` which layer has cached its keys."""
+    """A cache of the first `length` tokens, copied once, with room for more. `watch` learns which layer has cached its keys."""
     from transformers import DynamicCache
 
     class RoomyCache(DynamicCache):  # type: ignore[misc]

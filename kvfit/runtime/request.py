@@ -18,7 +18,7 @@ def checked_ids(model: Any, input_ids: Any) -> Tensor:
     """The ids of a conversation, where the model wants them; reads their smallest and largest from the device, once.
 
     Raises:
-        MismatchError: they are no (B, S) tensor of whole numbers, or lie outside the model's vocabulary.
+        MismatchError: they are not a (B, S) tensor of whole numbers, or lie outside the model's vocabulary.
     """
     if not isinstance(input_ids, Tensor):
         # A BatchEncoding is what tokenizer(...) gives, and models take it with two stars; it is a UserDict, no dict.

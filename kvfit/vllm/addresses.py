@@ -63,7 +63,7 @@ class AddressBook:
     salt: str
 
     def marker(self) -> str:
-        """Where a source engine leaves word that it uses this store: tells another source from a prompt not yet read."""
+        """Where a source engine records that it uses this store: separates another source from a prompt not read yet."""
         return self._root("marker", "").hex()
 
     def blocks(self, token_ids: Sequence[int], tenant: str = "") -> list[str]:

@@ -133,7 +133,7 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduling.failed(result.failures)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """What the client is told in ``kv_transfer_params``; the blocks can be freed."""
+        """What the client gets in ``kv_transfer_params``; the blocks can be freed."""
         assert self._scheduling is not None
         return False, self._scheduling.finished(request)
 

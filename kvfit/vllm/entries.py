@@ -4,8 +4,8 @@
     4 bytes   CRC-32 of the rest, little endian
     the rest  a safetensors file with one tensor, whose metadata says what it is and when it was written
 
-The checksum is for torn and flipped bytes. It is no defence against someone who may write to the store: who can do that can
-make the target read anything, so a store belongs to the engines alone.
+The checksum detects torn and flipped bytes. It does not protect against someone who can write to the store: they can make the
+target read anything, so only the engines may write to it.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Loader:
             return self._failed(error.reason, error)
         except KvfitError as error:
             return self._failed("mismatch", error)
-        except Exception as error:  # a serving engine must survive whatever goes wrong here: it can prefill
+        except Exception as error:  # a serving engine must survive any error here: it can prefill instead
             return self._failed("error", error)
         self.stats.count("applied")
         self.stats.count("mapped_tokens", len(plan.token_ids))

@@ -38,7 +38,7 @@ class KvfitStats(KVConnectorStats):  # type: ignore[misc]
         self.count(f"{FALLBACK}:{reason}")
 
     def take(self) -> KvfitStats | None:
-        """The counts so far, which start again at nothing; None where there are none."""
+        """The counts since the last call, None without any; counting starts again at zero."""
         taken = KvfitStats(self.data)
         self.reset()
         return None if taken.is_empty() else taken

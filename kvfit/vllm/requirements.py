@@ -19,7 +19,7 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any, options: Connect
     Raises:
         UnsupportedModelError: prefix caching on the target, several devices or pipeline stages, speculative decoding, a
             quantised cache, or layers that do not all cache plain keys and values of every token.
-        MismatchError: the stored block is no multiple of the source engine's.
+        MismatchError: the stored block is not a multiple of the source engine's.
     """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if options.role == "target" and cache.enable_prefix_caching:

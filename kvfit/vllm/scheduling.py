@@ -113,7 +113,7 @@ class SaveScheduling:
             if not request_options(request.kv_transfer_params).map:
                 return
         except OptionError as error:
-            _log.warning("request %s: %s; it is saved all the same", request.request_id, error)
+            _log.warning("request %s: %s; it is saved anyway", request.request_id, error)
         token_ids, tenant = list(request.prompt_token_ids), request.cache_salt or ""
         addresses = self._book.blocks(token_ids, tenant)
         if addresses:

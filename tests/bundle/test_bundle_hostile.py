@@ -270,22 +270,22 @@ def missing_key(folder):
     edit_spec(folder, lambda spec: spec["target"].pop("head_dim"))
 
 
-@hostile(r"mapper\.json: no strict JSON \(duplicate key 'keys_rotated'\)")
+@hostile(r"mapper\.json: not strict JSON \(duplicate key 'keys_rotated'\)")
 def duplicate_key(folder):
     edit_text(folder / "mapper.json", '"keys_rotated": false,', '"keys_rotated": false, "keys_rotated": true,')
 
 
-@hostile(r"recipe\.json: no strict JSON \(the literal NaN\)")
+@hostile(r"recipe\.json: not strict JSON \(the literal NaN\)")
 def not_a_number(folder):
     (folder / "recipe.json").write_text('{"x": NaN}')
 
 
-@hostile(r"solve\.json: no strict JSON \(the number 1e999")
+@hostile(r"solve\.json: not strict JSON \(the number 1e999")
 def overflow(folder):
     (folder / "solve.json").write_text('{"x": 1e999}')
 
 
-@hostile(r"solve\.json: no strict JSON \(nested deeper")
+@hostile(r"solve\.json: not strict JSON \(nested deeper")
 def nested_deeply(folder):
     (folder / "solve.json").write_text('{"x": ' + "[" * 200000 + "]" * 200000 + "}")
 
@@ -295,27 +295,27 @@ def another_top(folder):
     (folder / "recipe.json").write_text("[]")
 
 
-@hostile(r"recipe\.json: no strict JSON")
+@hostile(r"recipe\.json: not strict JSON")
 def not_utf8(folder):
     (folder / "recipe.json").write_bytes(b'{"x": "\xff"}')
 
 
-@hostile(r"recipe\.json: no strict JSON")
+@hostile(r"recipe\.json: not strict JSON")
 def digits_without_end(folder):
     (folder / "recipe.json").write_text('{"x": ' + "9" * 10000 + "}")
 
 
-@hostile(r"mapper\.json: no strict JSON \(an integer of 400 digits, beyond 64 bits\)")
+@hostile(r"mapper\.json: not strict JSON \(an integer of 400 digits, beyond 64 bits\)")
 def digits_in_a_number(folder):
     edit_text(folder / "mapper.json", '"penalty": 0.01', '"penalty": ' + "9" * 400)
 
 
-@hostile(r"solve\.json: no strict JSON \(an integer beyond 64 bits\)")
+@hostile(r"solve\.json: not strict JSON \(an integer beyond 64 bits\)")
 def integer_of_65_bits(folder):
     (folder / "solve.json").write_text(f'{{"x": {2**64}}}')
 
 
-@hostile(r"recipe\.json: no strict JSON \(more than 400000 values\)")
+@hostile(r"recipe\.json: not strict JSON \(more than 400000 values\)")
 def values_without_end(folder):
     (folder / "recipe.json").write_text('{"x": [' + "[]," * 500_000 + "0]}")
 
@@ -325,12 +325,12 @@ def spec_huge(folder):
     (folder / "mapper.json").write_text("[" + "[]," * 21_000_000 + "0]")
 
 
-@hostile(r"mapper\.json: no strict JSON \(half of a surrogate pair in '.ud800'\)")
+@hostile(r"mapper\.json: not strict JSON \(half of a surrogate pair in '.ud800'\)")
 def half_of_a_surrogate_pair(folder):
     edit_text(folder / "mapper.json", '"org/small"', r'"\ud800"')
 
 
-@hostile(r"evaluation\.json: no strict JSON \(half of a surrogate pair")
+@hostile(r"evaluation\.json: not strict JSON \(half of a surrogate pair")
 def half_of_a_surrogate_pair_in_a_key(folder):
     edit_text(folder / "evaluation.json", '"reasons"', r'"\udfff"')
 
@@ -437,7 +437,7 @@ def header_large_and_there(folder):
     (folder / SHARD).write_bytes(struct.pack("<Q", len(text)) + text)
 
 
-@hostile(rf"{SHARD}: header is no strict JSON \(duplicate key 'layers.0.keys.bias'\)")
+@hostile(rf"{SHARD}: header is not strict JSON \(duplicate key 'layers.0.keys.bias'\)")
 def tensor_twice_in_a_header(folder):
     data = (folder / SHARD).read_bytes()
     length = struct.unpack("<Q", data[:8])[0]

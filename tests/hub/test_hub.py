@@ -96,7 +96,7 @@ def test_experiments_are_no_versions(tmp_path, monkeypatch):
         make_bundle(tmp_path / name, seed=number)
     monkeypatch.chdir(tmp_path)
     for ref in (tmp_path, str(tmp_path), "."):
-        with pytest.raises(RefError, match=r"names are no versions \(baseline, top-8, zz_last\).*revision='baseline'"):
+        with pytest.raises(RefError, match=r"names are not versions \(baseline, top-8, zz_last\).*revision='baseline'"):
             resolve(ref)
     assert resolve(tmp_path, "top-8") == resolve(f"{tmp_path}@top-8") == tmp_path / "top-8"
     # As soon as something was published there, that is what the folder means.

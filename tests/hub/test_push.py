@@ -240,7 +240,7 @@ def test_an_authors_card_is_kept_and_a_generated_one_made_anew(hub, bundle):
 def test_a_repository_of_something_else_is_left_alone(hub, bundle):
     tree = {"config.json": File(b"{}", False), "model.safetensors": File(b"x", True)}
     hub.create(NAME).commit(tree, "main")
-    with pytest.raises(MismatchError, match=r"org/mapper: holds config\.json, which is no part of a bundle"):
+    with pytest.raises(MismatchError, match=r"org/mapper: found config\.json, which does not belong to a bundle"):
         push(bundle, NAME, tag="v1")
     assert hub.repositories[NAME].tree == tree
     assert writes(hub) == []
@@ -458,7 +458,7 @@ def test_every_file_that_a_bundle_may_have_is_published_and_fetched(hub, bundle)
     push(bundle, NAME, tag="v1")
     found = Bundle.open(resolve(NAME, "v1"))
     assert set(names) < set(found.digests)
-    # What is no part of a bundle is not fetched, so it stops nobody.
+    # A file that does not belong to a bundle is not fetched, so it stops nobody.
     repository = hub.repositories[NAME]
     repository.commit(repository.tree | {"evaluation.py": File(b"raise SystemExit", False)}, "main")
     assert Bundle.open(resolve(NAME)).digests == found.digests

@@ -125,18 +125,18 @@ def sums_missing(folder: Path) -> None:
     (folder / "SHA256SUMS").unlink()
 
 
-@hostile(r"manifest\.json: no strict JSON \(duplicate key 'topk'\)")
+@hostile(r"manifest\.json: not strict JSON \(duplicate key 'topk'\)")
 def key_twice(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text('{"topk": 2, ' + path.read_text().lstrip()[1:])
 
 
-@hostile(r"manifest\.json: no strict JSON \(the literal NaN\)")
+@hostile(r"manifest\.json: not strict JSON \(the literal NaN\)")
 def not_a_number(folder: Path) -> None:
     edit(folder, lambda manifest: manifest.update(ridge_alpha=float("nan")))
 
 
-@hostile(r"manifest\.json: no strict JSON \(nested deeper")
+@hostile(r"manifest\.json: not strict JSON \(nested deeper")
 def nested(folder: Path) -> None:
     (folder / "manifest.json").write_text("[" * 100000 + "]" * 100000)
 
@@ -221,7 +221,7 @@ MANIFESTS: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
         lambda m: own(m, "target").update(windows=[8] * 4),
     ),
     "no float32": (
-        r"source\.rope\.tables\[0\]\.inverse_frequencies: a value that is no float32",
+        r"source\.rope\.tables\[0\]\.inverse_frequencies: a value that is not a float32",
         lambda m: own(m, "source")["rope"]["tables"][0].update(inverse_frequencies=[1.0, 0.0100000001]),
     ),
     "a path": (r"kvfit\.mapper, field source\.ref: found '\.\./x'", lambda m: own(m, "source").update(ref="../x")),

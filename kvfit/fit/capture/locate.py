@@ -45,7 +45,7 @@ def locate(ref: str, revision: str | None = None) -> Located:
     The commit that a branch or tag points at is asked once, before anything is read, so that all comes from one.
 
     Raises:
-        RefError: it is not there, cannot be reached, or is no model.
+        RefError: it is not there, cannot be reached, or is not a model.
     """
     location, name, revision = split_ref(ref, revision)
     if Path(location).is_dir():
@@ -106,7 +106,7 @@ def recorded_refs(spec: MapperSpec, source: str | None, target: str | None) -> t
     """Ref and revision of source and target: what is given, else what a mapper records.
 
     Raises:
-        RefError: a model was a local folder, of which a mapper records no more than the name, and none of that name is here.
+        RefError: a model was a local folder, of which a mapper records only the name, and there is no folder of that name here.
     """
     found = []
     for role, given, model in (("source", source, spec.source), ("target", target, spec.target)):

@@ -145,7 +145,7 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
             located.location,
             dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are told by name, below
+            ignore_mismatched_sizes=True,  # so that they can be named, below
             **arguments,
         )
         if options.device_map is None:

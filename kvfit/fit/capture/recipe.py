@@ -25,7 +25,7 @@ def make_recipe(
     batch_size: int,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """What a resumed capture has in common with its beginning, and merged ones with each other, but for `part`.
+    """The values that a resumed capture must share with its beginning, and merged captures with each other, except for `part`.
 
     The models' specs stand beside the recipe in the store; the fingerprints are repeated so that a difference is named here.
     """

@@ -57,15 +57,15 @@ class TextOptions:
 def mix(words: Iterable[str], options: TextOptions) -> tuple[TextOptions, ...]:
     """The texts that ``REF`` or ``REF=SHARE`` name, with the other options where they apply.
 
-    A configuration, a revision and a split go to the datasets of the Hub, and to every text where there is none of those, so
-    that they are refused there. A file whose name holds the sign is that file.
+    A configuration, a revision and a split go to the datasets of the Hub. Without any such dataset they go to every text,
+    which refuses them. A file whose name contains the sign is read as that file.
 
     Args:
         words: at least one.
         options: of all texts; its dataset and share are not used.
 
     Raises:
-        OptionError: a share is no number above 0, or a text is named twice.
+        OptionError: a share is not a number above 0, or a text is named twice.
     """
     shares: dict[str, float] = {}
     for word in words:
@@ -140,7 +140,7 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
 
 
 def _kind(value: Any) -> str:
-    """What a value is that is no text, in JSON's words."""
+    """JSON's name for the type of a value that is not text."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -200,7 +200,7 @@ def _check_local(options: TextOptions) -> None:
     ):
         if value != default:
             raise MismatchError(
-                f"{name}: found {value} beside {options.dataset}, which is no dataset of the Hub and has none, needed nothing: "
+                f"{name}: found {value} beside {options.dataset}, which is local text and has none, needed nothing: "
                 f"leave {name} out"
             )
 

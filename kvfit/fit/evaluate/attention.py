@@ -51,7 +51,7 @@ class Reading:
 def watched(model: Any, on_reading: Callable[[Reading], None]) -> Iterator[None]:
     """Within it, `on_reading` is called for every layer that reads its cache; what the model computes does not change.
 
-    A model that does not use the registry runs as ever, and nothing is called.
+    A model that does not use the registry runs unchanged, and `on_reading` is never called.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -77,7 +77,7 @@ def watched(model: Any, on_reading: Callable[[Reading], None]) -> Iterator[None]
 
 
 def _watching(function: Callable[..., Any] | None, on_reading: Callable[[Reading], None]) -> Callable[..., Any]:
-    """An attention function that does what `function` does (None: the eager one beside the layer's class) and tells."""
+    """An attention function that does what `function` does (None: the eager one beside the layer's class) and reports it."""
 
     def watch(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         used = function or sys.modules[type(module).__module__].eager_attention_forward

@@ -56,7 +56,7 @@ class Row:
 
 
 class Comparison:
-    """Two loaded models, documents and questions, and what needs no mapper of what they say."""
+    """Two loaded models, documents and questions, and the results that do not depend on a mapper."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Where a map is good and where it is not: per target layer and head, on text that neither fit nor selection saw.
 
 Each measure compares mapped keys and values with the target's own, over the tokens that are mapped in use. E is their
-difference, per token; keys are un-rotated but where attention reads them.
+difference, per token; keys are un-rotated except where attention reads them.
 
     r2              1 - sum E^2 / sum (own - mean own)^2, of the map as it is used, gain included
     explained       the same if every output were rescaled about its mean to fit best: what a gain cannot change

@@ -206,7 +206,7 @@ class _Texts:
         return found.hexdigest()
 
     def describe(self, report: dict[str, Any]) -> None:
-        """Say in the report which texts were read, by names that are no paths, and what was left out."""
+        """Say in the report which texts were read, by names instead of paths, and what was left out."""
         longest = max(self.main)
         report["text"] = public_name(self.text.dataset)
         report["overlap"] = {"checked": self.checked, "left_out": self.main[longest].left_out}

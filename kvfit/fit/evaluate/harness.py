@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
         "kvfit.fit.evaluate.harness: found no lm_eval, needed the extra `eval`: pip install 'kvfit-mappers[fit,eval]'"
     ) from error
 
-# Arms that need another document beside the prompt are no way to answer it.
+# An arm that needs another document beside the prompt cannot answer the prompt.
 ARMS: tuple[Arm, ...] = tuple(arm for arm in get_args(Arm) if arm != "shuffled")
 
 

@@ -71,7 +71,7 @@ def load_pair(
     for spec, model in zip(specs, loaded, strict=True):
         check_model(spec, model.model, model.tokenizer)
     devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
-    # What an earlier evaluation found is no concern of this one.
+    # The result of an earlier evaluation must not influence this one.
     mapper = Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
     return Pair(loaded[0].model, loaded[1].model, mapper, **options), loaded[1].tokenizer
 

@@ -1,7 +1,7 @@
 """Recall: which arms answer questions about the context, exactly and how surely, by kind and by where the fact stood.
 
 An answer is scored by one pass over the question and the answer together. It is exact where greedy decoding would give its
-tokens and then end the word; its log-probability tells maps apart long before exact answers do.
+tokens and then end the word; its log-probability separates maps long before exact answers do.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _speed(timed: tuple[Mapping[str, Any], int] | None, thresholds: Thresholds) 
 
 def _likelihood(table: Table, thresholds: Thresholds) -> list[str]:
     moved, native, source = table["handoff"], table["native"], table["source"]
-    # Written so that a number that is none (NaN) fails: it is no measurement to pass by.
+    # Written so that NaN fails: it is not a measurement.
     if not native["nll"] < source["nll"]:
         return ["the source alone is at least as good as the target with its own cache: there is nothing to gain by moving"]
     failed = []

@@ -18,8 +18,8 @@ from kvfit.fit.solve.system import InputSet
 from kvfit.spec import Kind
 
 LOGGER = logging.getLogger("kvfit")
-# A basis that keeps less than this share of what a full one explains is no map to ship: by hand, a basis that kept 90 % lost
-# more than half of what the full one recovered.
+# A basis that keeps less than this share of what a full one explains is not worth shipping. A basis that was set to keep 90 %
+# lost more than half of what the full one recovered.
 KEPT_ENOUGH = 0.95
 
 
@@ -53,8 +53,8 @@ class Choice:
 def choose(fitter: Fitter, probes: dict[Kind, Probe], prefill: Prefill) -> Choice:
     """The best map by the holdout split among those that the options allow and the cost affords.
 
-    Where no useful map is within the cost, which happens for pairs of small models, the best is taken all the same, with a
-    warning: what a map must cost shows in time, and `evaluate` measures that.
+    Where no useful map is within the cost, which happens for pairs of small models, the best one is taken with a
+    warning: the real cost of a map is time, and `evaluate` measures that.
     """
     budget = _Budget(fitter, prefill)
     if fitter.options.rank == "none":

@@ -31,7 +31,7 @@ def layer_report(fitted: Fitted) -> dict[str, Any]:
 
 
 def solve_report(fitter: Fitter, probes: dict[Kind, Probe], details: list[dict[str, Any]]) -> dict[str, Any]:
-    """What solve.json says of all maps, but for their choice and cost.
+    """What solve.json says of all maps, except their choice and cost.
 
     Args:
         fitter: that made them.

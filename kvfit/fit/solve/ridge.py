@@ -78,7 +78,7 @@ def factorise(
         groups: lengths of the runs of inputs that have a mean variance of their own; one run by default. Each run is
             penalised as if it had been scaled to unit mean variance, and its weights scaled back.
         precision: ``mixed`` factors in float32 and refines solutions in float64, for devices where float64 is slow. Where
-            the covariance is too ill-conditioned for that, the factor is float64 all the same.
+            the covariance is too ill-conditioned for that, the factor is float64 instead.
         name: what is solved, for the error.
 
     Raises:

@@ -44,8 +44,8 @@ CHOICES = {
     "select": ("independent", "greedy"),
 }
 NUMBERS: dict[str, type[int] | type[float]] = {"top_k": int, "penalty": float}
-# Tokens of the cache that the milliseconds are measured on, runs of which the median counts, and bytes of different weights
-# that they use: more than a processor caches, less than a large map has.
+# A map is timed on a cache of so many tokens, as the median of so many runs. The runs use so many bytes of different weights:
+# more than a processor caches, less than a large map has.
 TIMED_TOKENS, TIMED_RUNS, TIMED_BYTES = 512, 5, 512 << 20
 
 
@@ -112,7 +112,7 @@ def sweep(
     Args:
         store: a finished store.
         out: folder; must not exist.
-        grid: as `parse_grid` gives; what it does not name is as in `options`.
+        grid: from `parse_grid`; every option that it does not name is taken from `options`.
         options: see `Options`.
         device, memory_budget, precision: as for `solve`.
         progress: show bars.
@@ -123,7 +123,7 @@ def sweep(
     """
     options, out = options or Options(), Path(out)
     check_new(out)
-    # Under a shared basis solve.json has the error of every rank; what is swept here are maps of their own.
+    # With a shared basis, solve.json already has the error of every rank. A sweep compares separate maps.
     options = dataclasses.replace(options, rank="none", cost=None)
     combinations = [dataclasses.replace(options, **dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
     largest = max(combinations, key=lambda asked: asked.top_k if isinstance(asked.top_k, int) else math.inf)

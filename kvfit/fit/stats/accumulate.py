@@ -38,8 +38,8 @@ class Accumulator:
     """A store that is being written; holds its lock until it is closed.
 
     A context manager. Leaving it before the end commits what was in the blocks when the buffer was last emptied, and never
-    what is in the buffer: that is captured again on resume, so that where the buffer is emptied, and with it every bit, does
-    not depend on interruptions.
+    the rows in the buffer. Those are captured again on resume, so interruptions change neither where the buffer is emptied nor
+    any bit of the result.
 
     Attributes:
         path: the store's folder.
@@ -191,7 +191,7 @@ class Accumulator:
             self._commits.write(self._point(), finished=True)
 
     def close(self) -> None:
-        """Let go of the store and the buffer; what was not committed is gone, but for what memory holds, see above."""
+        """Commit what the class says, and release the store and the buffer; all else that was not committed is lost."""
         try:
             if self._failed is None:
                 with torch.no_grad(), self._failing():

@@ -1,9 +1,9 @@
 """Which documents a map was fitted on: a short digest of each, kept from the capture to the evaluation.
 
 A digest is the first 6 bytes of the SHA-256 of a document's whole text in base64, so 8 characters, with every run of white
-space as one blank: text that merely begins alike, with one system prompt, is told apart, another way of keeping it is not.
-That a given document meets one of a million others by chance has odds of 1 in 3 * 10^8, and costs that document; that any two
-of a million meet has odds of 1 in 560. Digests stand one after the other in one string, as JSON values are.
+space as one blank. So documents that only begin alike, with one system prompt, differ, and one document that is stored in two
+ways does not. A given document has the digest of one of a million others with odds of 1 in 3 * 10^8, and is then left out; any
+two of a million collide with odds of 1 in 560. All digests are kept in one string, one after the other.
 """
 
 from __future__ import annotations

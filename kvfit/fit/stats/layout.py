@@ -1,6 +1,6 @@
 """Which arrays a store has, which blocks they hold, and how they are cut into chunks.
 
-The only place that knows names, shapes and chunks; see docs/reference/store-format.md. Pure, but for `create_arrays`.
+The only place that knows names, shapes and chunks; see docs/reference/store-format.md. Pure, except for `create_arrays`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from kvfit.fit.stats.record import PART_FIELD, Array, Batches, Record, Tokens, f
 from kvfit.fit.stats.store import Store
 from kvfit.fit.stats.writer import StoreWriter, building, publish, sync_tree
 
-# Fields of the recipe that say which text was read and in which portions; the numbers of different text add up all the same.
+# Fields of the recipe that say which text was read and in which portions; statistics of different texts can be added too.
 WEIGHTS_FIELD = "weights"  # of a merged recipe: how much each text counts, where that is not 1 each
 OF_TEXT = ("text", "options.num_sequences", "options.seed", "batch_size")
 
@@ -33,11 +33,11 @@ def merge(paths: Iterable[str | Path], out: str | Path, weights: Sequence[float]
 
     Each store sums about a shift of its own, so its products are first brought about one common shift, the mean over all
     parts, which adds the between-shard mean term; see `moments.reshift`. The result does not depend on the order of the
-    paths but for rounding. The merged recipe is the common one, with ``{"merged": [...]}`` where parts differ; its field
+    paths except for rounding. The merged recipe is the common one, with ``{"merged": [...]}`` where parts differ; its field
     ``part`` lists the parts'. The merged cursor is what the parts' have in common, with the documents of all of them.
 
     Args:
-        paths: stores that agree in models, inputs, stats_dtype and, but for the field ``part``, recipe. Where each says which
+        paths: stores that agree in models, inputs, stats_dtype and recipe, apart from the field ``part``. Where each says which
             documents it holds, as every capture does, they may be of different text: `OF_TEXT` may differ too.
         out: must not exist; appears whole or not at all.
         weights: one per path, above 0: each split of a store counts as its tokens times the weight, rounded to a whole token.

@@ -107,7 +107,7 @@ class Store:
             return self.source_scatter(split, b, a).T.contiguous()
         left, right = self._sum(split, "source", a), self._sum(split, "source", b)
         scatter = moments.centre(self._products(split, "source", a, b), left, right, self.count(split))
-        return (scatter + scatter.T) / 2 if a == b else scatter  # a float32 product is symmetric but for its rounding
+        return (scatter + scatter.T) / 2 if a == b else scatter  # a float32 product is symmetric up to rounding
 
     def cross_scatter(self, split: Split, a: InputBlock, b: Block) -> Tensor:
         """Scatter of input block `a` and target block `b` about the split's own means, (F_a, G1) float64.

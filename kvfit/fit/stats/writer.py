@@ -92,7 +92,7 @@ class StoreWriter:
         Raises:
             StoreError: no store, a damaged record, or another process writes it.
         """
-        read_record(path)  # says by name what is wrong before a lock file appears in a folder that is no store
+        read_record(path)  # says by name what is wrong before a lock file appears in a folder that is not a store
         lock = take_lock(path, path)
         try:
             writer = cls(path, read_record(path), lock)
