@@ -149,7 +149,7 @@ def solve(
 @click.option("--rank", default=2048, help="Most directions of its inputs that each map's correction reads.")
 @click.option("--steps", default=200, help="Most steps of training.")
 @click.option(
-    "--learning-rate", default=0.02, help="Of Adam: the most that a step moves an output, in its standard deviations."
+    "--learning-rate", default=0.016, help="Of Adam: the most that a step moves an output, in its standard deviations."
 )
 @click.option("--batch-size", default=4, help="Sequences of a step.")
 @click.option("--seed", default=0, help="Of batches and lengths.")

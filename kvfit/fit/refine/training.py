@@ -27,6 +27,7 @@ from kvfit.spec import KINDS, Kind, MapperSpec
 
 LOGGER = logging.getLogger("kvfit")
 WARM_UP_STEPS = 10
+SLOWER = 0.25  # what the rate is multiplied by where the holdout got worse
 
 Outputs = Mapping[tuple[Kind, int], Tensor]
 
@@ -50,7 +51,7 @@ class Schedule:
 
     steps: int = 200
     batch_size: int = 4
-    learning_rate: float = 0.02
+    learning_rate: float = 0.016
     continuation: int = 128
     prefix_least: int = 64
     clip: float = 1.0
@@ -170,12 +171,22 @@ def train(
         lowest = min(looks, key=lambda look: look["kl"])
         if lowest is looks[-1]:
             best = [parameter.detach().clone() for parameter in parameters]
-        elif step - lowest["step"] >= schedule.patience * schedule.check_every:
+            continue
+        if step - lowest["step"] >= schedule.patience * schedule.check_every:
             break
-    with torch.no_grad():
-        for parameter, kept in zip(parameters, best, strict=True):
-            parameter.copy_(kept)
+        # Worse than it has been: back to there, with smaller steps. Which rate is too high differs from pair to pair.
+        restore(parameters, best)
+        optimizer.state.clear()
+        decay.base_lrs = [rate * SLOWER for rate in decay.base_lrs]
+    restore(parameters, best)
     return looks
+
+
+@torch.no_grad()
+def restore(parameters: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+    """Give parameters the values that were kept of them."""
+    for parameter, value in zip(parameters, kept, strict=True):
+        parameter.copy_(value)
 
 
 def _divergence(

@@ -97,6 +97,16 @@ def test_what_is_no_better_is_not_written(tmp_path: Path, identity: Mapper, tiny
     assert max(look["kl"] for look in found.looks) > 10 * max(found.kl_after, 1e-6)
 
 
+def test_a_rate_that_is_too_high_is_lowered(tmp_path: Path, identity: Mapper, tiny_pair: tuple[Path, Path]) -> None:
+    """The first look is far worse than the start; from there training goes back and gets better after all."""
+    fast = replace(OPTIONS, schedule=replace(SCHEDULE, steps=60, learning_rate=3.0, check_every=5, patience=12))
+    found = refined(written(tmp_path / "damaged", identity, damage=0.3), tmp_path / "refined", tiny_pair, fast)
+    start, first, *later = (look["kl"] for look in found.looks)
+    assert first > 1.5 * start
+    assert min(later) < 0.95 * start
+    assert found.bundle is not None
+
+
 def test_training_and_use_see_the_same_maps(loaded: Any, identity: Mapper) -> None:
     """The training's own cache against the one that `handoff` makes, for a mapper with lexical inputs and a basis."""
     side = identity.spec.source
