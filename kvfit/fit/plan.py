@@ -19,6 +19,7 @@ from kvfit.fit.hardware import EFFICIENCY, Rates
 from kvfit.fit.payoff import MapOption, map_options, table
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
+from kvfit.fit.solve.ridge import PENALTIES
 from kvfit.fit.solve.system import InputSet, input_set
 from kvfit.fit.stats.budget import buffer_tokens, check_budget, fits_in_memory
 from kvfit.fit.stats.layout import Layout
@@ -27,7 +28,6 @@ from kvfit.spec import ModelSpec, RopeSpec
 # Of a machine's bare matrix products; the benchmarks of capture and of solve measure both shares.
 STATISTICS_SHARE, SOLVE_SHARE = 0.8, 0.6
 MANY_COMMITS = 8
-PENALTIES = 6  # that an automatic penalty tries
 # Tokens that an evaluation at its defaults runs through both models: documents and questions, on every arm.
 EVALUATION_TOKENS = 48 * 512 * 8 + 48 * 400 * 4
 
@@ -209,7 +209,7 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
         traffic_bytes=(2 * commits - 1) * 2 * split_bytes,
         forward_flops=2.0 * (a.parameters + b.parameters) * capture.num_sequences * capture.seq_len,
         statistics_flops=per_token * tokens,
-        solve_flops=_solve_flops(read, blocks, chosen == a.n_layers, 1 if solve.penalty != "auto" else PENALTIES),
+        solve_flops=_solve_flops(read, blocks, chosen == a.n_layers, 1 if solve.penalty != "auto" else len(PENALTIES)),
         solve_bytes=least_bytes(read, "float64", basis=solve.rank != "none" and inputs == "both" and solve.support == "full"),
         bundle_bytes=item * read.n_inputs * blocks * b.n_heads * b.head_dim + 4 * blocks * b.n_heads * b.head_dim,
         evaluate_flops=2.0 * (a.parameters + b.parameters) * EVALUATION_TOKENS,

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
+from kvfit.runtime.features import Pairs
 from kvfit.spec import KINDS, ModelSpec
-
-Pairs = list[tuple[Tensor, Tensor]]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

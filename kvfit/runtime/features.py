@@ -18,7 +18,7 @@ from torch import Tensor
 from kvfit.model.rope import angles, frequencies_of, turn_into
 from kvfit.spec import KINDS, Kind, MapperSpec, RopeTable
 
-Pairs = list[tuple[Tensor, Tensor]]
+Pairs = list[tuple[Tensor, Tensor]]  # per layer keys and values, (B, H, T, D)
 Runs = tuple[tuple[int, int], ...]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ from kvfit.spec import MapperSpec
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from kvfit.bundle.bundle import Bundle
-
-Verdict = Literal["pass", "fail", "unknown"]
+    from kvfit.bundle.bundle import Bundle, Verdict
 
 
 class Mapper:

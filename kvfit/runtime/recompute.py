@@ -27,6 +27,7 @@ from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 from kvfit.model.first_layer import first_layer
+from kvfit.runtime.features import Pairs
 from kvfit.runtime.rewrite import refuse_attention
 from kvfit.runtime.watch import Watch
 
@@ -43,8 +44,6 @@ CHECKED_TOKENS = 1024
 # `auto` covers this share of what the queries look at, with no fewer and no more tokens than these shares of the prefix.
 AUTO_COVERED = 0.9
 AUTO_LEAST, AUTO_MOST = 0.02, 0.2
-
-Pairs = list[tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()

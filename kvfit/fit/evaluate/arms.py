@@ -27,13 +27,12 @@ from kvfit.fit.evaluate.pair import shared_vocabulary as shared_vocabulary
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, rotate, unrotate
+from kvfit.runtime.features import Pairs as Pairs
 from kvfit.runtime.handoff import Handoff, handoff
 from kvfit.runtime.mapper import Mapper
 
 Arm = Literal["native", "transfer", "handoff", "auto", "source", "no_context", "mean", "shuffled", "raw"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
-
-Pairs = list[tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()

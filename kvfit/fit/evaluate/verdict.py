@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from kvfit.bundle.bundle import Verdict
 from kvfit.bundle.records import value_at
 from kvfit.errors import OptionError
 from kvfit.fit.evaluate.clock import shown
 from kvfit.fit.evaluate.diagnose import Diagnosis
 from kvfit.spec import KINDS
 
-Verdict = Literal["pass", "fail", "unknown"]
 Table = Mapping[str, Mapping[str, Any]]
 
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from kvfit.runtime.features import Columns, Runs
+from kvfit.runtime.maps import Weights
 from kvfit.spec import Kind, MapperSpec
 
 LEAST_SPREAD = 1e-3
 SAMPLE_ROWS = 4096  # tokens that the whiteners are made from; many more than there are directions
-
-Weights = Mapping[tuple[Kind, int], tuple[Tensor, Tensor]]
 
 
 def whitener(inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:

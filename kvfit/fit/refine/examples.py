@@ -16,13 +16,11 @@ from kvfit.fit.capture.activations import Activations
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, unrotate
-from kvfit.runtime.features import Columns
+from kvfit.runtime.features import Columns, Pairs
 from kvfit.spec import KINDS, MapperSpec
 
 # Likeliest next tokens that the target's own distribution is kept by; the others are kept as one sum.
 LIKELIEST = 128
-
-Pairs = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
