@@ -32,11 +32,9 @@ class Layout:
 
     Attributes:
         places: (2, H, N, D) whole numbers: where an element lies in its block, counted along the block's dimensions in order.
-        block_dimension: the dimension of the cache that counts blocks.
     """
 
     places: Tensor
-    block_dimension: int = 0
 
     @property
     def block_tokens(self) -> int:
@@ -47,11 +45,11 @@ class Layout:
         """Keys and values of blocks, (2, H, tokens, D); a copy.
 
         Args:
-            cache: one layer's paged cache.
+            cache: one layer's paged cache, whose first dimension counts blocks.
             block_ids: in the order of the tokens.
         """
         index = torch.tensor(block_ids, device=cache.device)
-        blocks = cache.movedim(self.block_dimension, 0)[index].flatten(1)  # (blocks, elements)
+        blocks = cache[index].flatten(1)  # (blocks, elements)
         _, n_heads, n_tokens, head_dim = self.places.shape
         states = blocks[:, self.places.to(cache.device).flatten()].view(-1, 2, n_heads, n_tokens, head_dim)
         return states.permute(1, 2, 0, 3, 4).flatten(2, 3)
@@ -65,27 +63,11 @@ class Layout:
             states: of ``len(block_ids)`` blocks' tokens.
         """
         index = torch.tensor(block_ids, device=cache.device)
-        blocks_first = cache.movedim(self.block_dimension, 0)
         _, n_heads, _, head_dim = states.shape
         ordered = states.reshape(2, n_heads, -1, self.block_tokens, head_dim).permute(2, 0, 1, 3, 4).flatten(1)
         blocks = torch.empty_like(ordered, dtype=cache.dtype, device=cache.device)
         blocks[:, self.places.to(cache.device).flatten()] = ordered.to(device=cache.device, dtype=cache.dtype)
-        blocks_first[index] = blocks.view(-1, *blocks_first.shape[1:])
-
-
-def split_layout(n_heads: int, block_tokens: int, head_dim: int) -> Layout:
-    """FlashAttention's, FlashInfer's and Triton's: (blocks, H, N, 2 D), keys before values within a token's features.
-
-    Whether heads or tokens come first in memory (HND, NHD) shows in the view's strides only, so it makes no difference here.
-    """
-    places = torch.arange(n_heads * block_tokens * 2 * head_dim).view(n_heads, block_tokens, 2, head_dim)
-    return Layout(places.permute(2, 0, 1, 3).contiguous())
-
-
-def stacked_layout(n_heads: int, block_tokens: int, head_dim: int) -> Layout:
-    """FlashAttention's in older versions of vLLM: (2, blocks, N, H, D)."""
-    places = torch.arange(2 * block_tokens * n_heads * head_dim).view(2, block_tokens, n_heads, head_dim)
-    return Layout(places.transpose(1, 2).contiguous(), block_dimension=1)
+        cache[index] = blocks.view(-1, *cache.shape[1:])
 
 
 def watched_layout(write: Write, cache: Tensor, n_heads: int, block_tokens: int, head_dim: int) -> Layout:
