@@ -100,9 +100,9 @@ def plan(source: str, target: str, as_json: bool, device: str | None, hardware: 
 
     if values["memory_budget"] == "auto":
         values["memory_budget"] = free_share()
-    rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "gpus", "trust_remote_code")}
+    running = {name: values.pop(name) for name in ("memory_budget", "batch_size", "gpus", "trust_remote_code")}
     solving = SolveOptions(top_k=values.pop("top_k"), support=values.pop("support"))
-    options = verb.Options(capture=CaptureOptions(**values), solve=solving, **rest)
+    options = verb.Options(capture=CaptureOptions(**values), solve=solving, **running)
     verb.plan(source, target, options)  # what is refused is refused before anything is timed
     rates = machines.measure_rates(device) if hardware == "this" else machines.published_rates(hardware)
     say(verb.plan(source, target, options, rates), as_json)
@@ -145,10 +145,10 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 
     text, loading = _texts(values), loading_from(values)
     revisions = (values.pop("source_revision"), values.pop("target_revision"))
-    rest = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume", "stats_device")}
-    rest["snapshot_seconds"] = values.pop("snapshot_every")
+    running = {name: values.pop(name) for name in ("memory_budget", "batch_size", "resume", "stats_device")}
+    running["snapshot_seconds"] = values.pop("snapshot_every")
     done = verb.capture(
-        source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **rest
+        source, target, out, text=text, options=verb.Options(**values), loading=loading, revisions=revisions, **running
     )
     if Ranks.from_environment().rank == 0:  # of the processes that torchrun started, only the first prints
         say(done, as_json)

@@ -42,16 +42,21 @@ def r2_layers(report: dict[str, Any]) -> bytes:
     figure, axes = _figure(len(KINDS))
     for axis, kind in zip(axes, KINDS, strict=True):
         layers = [detail for detail in report["layers"] if detail["kind"] == kind]
-        at = [detail["layer_index"] for detail in layers]
+        indices = [detail["layer_index"] for detail in layers]
         for detail in layers:
             heads = detail["r2_holdout_heads"]
             axis.plot([detail["layer_index"]] * len(heads), heads, ".", color="0.7", zorder=1)
-        axis.plot(at, [max(report["probe"][kind]["holdout"][t]) for t in at], "o--", label="best single source layer, holdout")
-        axis.plot(at, [detail["r2_fit"] for detail in layers], "s-", label="chosen layers, fit")
-        axis.plot(at, [detail["r2_holdout"] for detail in layers], "o-", label="chosen layers, holdout")
+        axis.plot(
+            indices,
+            [max(report["probe"][kind]["holdout"][t]) for t in indices],
+            "o--",
+            label="best single source layer, holdout",
+        )
+        axis.plot(indices, [detail["r2_fit"] for detail in layers], "s-", label="chosen layers, fit")
+        axis.plot(indices, [detail["r2_holdout"] for detail in layers], "o-", label="chosen layers, holdout")
         axis.set(title=kind, xlabel="target layer", ylabel="R2")
         _shares(axis)
-        axis.set_xticks(at[:: max(1, len(at) // 8)])
+        axis.set_xticks(indices[:: max(1, len(indices) // 8)])
         axis.grid(alpha=0.3)
     _legend(figure, axes[:1])
     figure.suptitle("How much of each target layer the map explains: R2 before the gain (grey: heads, holdout)")
@@ -68,10 +73,10 @@ def sweep_curves(rows: list[dict[str, Any]]) -> bytes:
         lines.setdefault(tuple(row[name] for name in swept), []).append(row)
     for axis, kind in zip(axes, KINDS, strict=True):
         for values, line in lines.items():
-            at = [sizes.index(str(row["top_k"])) for row in line]
+            places = [sizes.index(str(row["top_k"])) for row in line]
             label = ", ".join(f"{name} {value}" for name, value in zip(swept, values, strict=True)) or "holdout"
-            (drawn,) = axis.plot(at, [row[f"{kind}_r2_holdout"] for row in line], "o-", label=label)
-            axis.plot(at, [row[f"{kind}_r2_fit"] for row in line], "--", color=drawn.get_color(), alpha=0.5)
+            (drawn,) = axis.plot(places, [row[f"{kind}_r2_holdout"] for row in line], "o-", label=label)
+            axis.plot(places, [row[f"{kind}_r2_fit"] for row in line], "--", color=drawn.get_color(), alpha=0.5)
         axis.set_xticks(range(len(sizes)), sizes)
         axis.set(title=kind, xlabel="source layers per target layer", ylabel="R2, mean over target layers")
         axis.grid(alpha=0.3)
@@ -95,23 +100,23 @@ def evaluation_pictures(report: dict[str, Any]) -> dict[str, bytes]:
 def layer_curves(layers: list[dict[str, Any]]) -> bytes:
     """How near mapped keys, values and attention outputs are to the target's own, per target layer."""
     figure, axes = _figure(len(KINDS) + 1)
-    at = [layer["layer_index"] for layer in layers]
+    indices = [layer["layer_index"] for layer in layers]
     styles = (("explained", "explained variance", "o-"), ("r2", "R2 in use", "s--"), ("cosine", "cosine", "^:"))
     for axis, kind in zip(axes, KINDS, strict=False):
         for layer in layers:
             heads = _curve(layer[kind]["heads"]["explained"])
             axis.plot([layer["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
         for name, label, style in styles:
-            axis.plot(at, _curve(layer[kind][name] for layer in layers), style, label=label)
+            axis.plot(indices, _curve(layer[kind][name] for layer in layers), style, label=label)
         axis.set(title=kind)
     for layer in layers:
         heads = _curve(layer["attention_cosine_heads"] or [])
         axes[-1].plot([layer["layer_index"]] * len(heads), heads, ".", color="0.75", zorder=1)
-    axes[-1].plot(at, _curve(layer["attention_cosine"] for layer in layers), "o-")
+    axes[-1].plot(indices, _curve(layer["attention_cosine"] for layer in layers), "o-")
     axes[-1].set(title="cosine of what attention reads")
     for axis in axes:
         _shares(axis)
-        axis.set_xticks(at[:: max(1, len(at) // 8)])
+        axis.set_xticks(indices[:: max(1, len(indices) // 8)])
         axis.set_xlabel("target layer")
         axis.grid(alpha=0.3)
     _legend(figure, axes[:1])
@@ -123,12 +128,12 @@ def length_curves(prefixes: dict[str, Any]) -> bytes:
     """Greedy match and likelihood by length of the context."""
     drawn = (("greedy_match", "greedy match with native"), ("nll", "nats per token (lower is better)"))
     figure, axes = _figure(len(drawn))
-    at = [int(prefix) for prefix in prefixes]
+    lengths = [int(prefix) for prefix in prefixes]
     for axis, (name, title) in zip(axes, drawn, strict=True):
         for arm, style in (("native", "o-"), ("handoff", "s-"), ("source", "^--"), ("shuffled", "x:")):
-            axis.plot(at, _curve(found["arms"][arm][name] for found in prefixes.values()), style, label=arm)
+            axis.plot(lengths, _curve(found["arms"][arm][name] for found in prefixes.values()), style, label=arm)
         axis.set(title=title, xlabel="tokens of context", xscale="log")
-        _length_ticks(axis, at)
+        _length_ticks(axis, lengths)
     _legend(figure, axes[:1])
     figure.suptitle("Does the handoff stay near native as the context grows?")
     return _png(figure)
@@ -139,7 +144,7 @@ def time_curves(lengths: list[dict[str, Any]]) -> bytes:
     from matplotlib.ticker import LogLocator, NullLocator
 
     figure, axes = _figure(2)
-    at = [row["tokens"] for row in lengths]
+    tokens = [row["tokens"] for row in lengths]
     for name, label, style in (
         ("prefill", "prefill by the target", "^-"),
         ("transfer", "transfer (map alone)", "o-"),
@@ -148,10 +153,10 @@ def time_curves(lengths: list[dict[str, Any]]) -> bytes:
         ("reused_prefill", "prefill, first half there", "^:"),
         ("reused_transfer", "transfer, first half there", "o:"),
     ):
-        axes[0].plot(at, [row[name]["median"] for row in lengths], style, label=label)
+        axes[0].plot(tokens, [row[name]["median"] for row in lengths], style, label=label)
     for name, style, colour in (("transfer", "o-", "C1"), ("handoff", "s-", "C2"), ("auto", "d-", "C3")):
         speeds = [row["prefill"]["median"] / row[name]["median"] for row in lengths]
-        axes[1].plot(at, speeds, style, color=colour)
+        axes[1].plot(tokens, speeds, style, color=colour)
     axes[1].axhline(1.0, color="0.4", linewidth=1)
     axes[0].set(title="milliseconds, median", xlabel="tokens moved", xscale="log", yscale="log")
     axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -159,7 +164,7 @@ def time_curves(lengths: list[dict[str, Any]]) -> bytes:
     axes[0].yaxis.set_minor_locator(NullLocator())
     axes[1].set(title="times as fast as a prefill (grey line: as fast)", xlabel="tokens moved", xscale="log")
     for axis in axes:
-        _length_ticks(axis, at)
+        _length_ticks(axis, tokens)
     axes[1].set_ylim(bottom=0)
     _legend(figure, axes[:1])
     figure.suptitle("From which length on does moving pay? Where a curve on the right is above the line")

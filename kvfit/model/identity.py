@@ -172,10 +172,10 @@ def _check_content(spec: ModelSpec, content: Content, model: Any) -> None:
     needed = content.bits if same_dtype else content.rounded
     if found != needed:
         differing = [index for index, pair in enumerate(zip(found, needed, strict=False)) if pair[0] != pair[1]]
-        at = _at(spec)
+        ref = _pinned(spec)
         raise MismatchError(
             f"field content: found other weights in {_named(differing, len(needed))}, needed those that {spec.ref} had when "
-            f"the map was fitted: load the weights of {at} (not in float16 if they are bfloat16), or fit a mapper for these"
+            f"the map was fitted: load the weights of {ref} (not in float16 if they are bfloat16), or fit a mapper for these"
         )
     import transformers
 
@@ -196,19 +196,19 @@ def _named(indices: list[int], count: int) -> str:
 
 def _compare(spec: ModelSpec, field: str, needed: object, found: object) -> None:
     if needed != found:
-        at = _at(spec)
+        ref = _pinned(spec)
         advice = {
-            "tokenizer_fingerprint": f"use the tokenizer of {at}",
-            "tokenization_digest": f"use the tokenizer of {at}; this one has its vocabulary but cuts text in another way",
-            "weight_fingerprint": f"load the weights of {at} (not in float16 if they are bfloat16), or fit a mapper for these",
-            "content.derived": f"load {at} with from_pretrained and leave its modules' constants and buffers as they are",
-        }.get(field, f"load {at} with its own configuration, or fit a mapper for this model")
+            "tokenizer_fingerprint": f"use the tokenizer of {ref}",
+            "tokenization_digest": f"use the tokenizer of {ref}; this one has its vocabulary but cuts text in another way",
+            "weight_fingerprint": f"load the weights of {ref} (not in float16 if they are bfloat16), or fit a mapper for these",
+            "content.derived": f"load {ref} with from_pretrained and leave its modules' constants and buffers as they are",
+        }.get(field, f"load {ref} with its own configuration, or fit a mapper for this model")
         raise MismatchError(
             f"field {field}: found {_short(found)}, needed {_short(needed)} as {spec.ref} had when the map was fitted: {advice}"
         )
 
 
-def _at(spec: ModelSpec) -> str:
+def _pinned(spec: ModelSpec) -> str:
     return f"{spec.ref}@{spec.revision[:12]}" if spec.revision else spec.ref
 
 

@@ -24,7 +24,7 @@ class Geometry:
         n_heads: KV heads of a layer.
         head_dim: features of a head.
         parameters: of the whole model.
-        decoder_parameters: of its decoder layers, that a token is multiplied with; 0 where only the whole is known.
+        decoder_parameters: of its decoder layers, which every token is multiplied with; 0 where only `parameters` is known.
     """
 
     name: str
@@ -65,16 +65,16 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
     """
     if is_built_in(ref):
         return GEOMETRIES[ref.lower()]
-    whole = models.load_config(ref, revision, trust_remote_code=trust_remote_code)
-    config = whole.get_text_config()
+    outer = models.load_config(ref, revision, trust_remote_code=trust_remote_code)
+    config = outer.get_text_config()
     n_layers, n_query = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     if not n_layers or not n_query:
         raise UnsupportedModelError(
-            f"{ref} ({whole.model_type}): found no layer and head counts in its configuration, needed both"
+            f"{ref} ({outer.model_type}): found no layer and head counts in its configuration, needed both"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_query
     n_heads = getattr(config, "num_key_value_heads", None) or n_query
-    counts = _parameters(whole, trust_remote_code)
+    counts = _parameters(outer, trust_remote_code)
     return Geometry(split_ref(ref, revision)[1], n_layers, n_heads, head_dim, *map(float, counts))
 
 

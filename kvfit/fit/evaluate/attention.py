@@ -170,9 +170,9 @@ def _attention(reading: Reading, row: int, n_heads: int) -> Tensor:
     queries = _grouped(reading.queries[row].float(), 0, n_heads)  # (H, group, C, D)
     scores = reading.scaling * torch.einsum("hgcd,htd->hgct", queries, reading.keys[row].float())
     n_new, total = queries.shape[2], reading.keys.shape[2]
-    at = torch.arange(total, device=scores.device)
-    position = torch.arange(total - n_new, total, device=scores.device)[:, None]
-    hidden = at > position
+    key_positions = torch.arange(total, device=scores.device)
+    query_positions = torch.arange(total - n_new, total, device=scores.device)[:, None]
+    hidden = key_positions > query_positions
     if reading.window is not None:
-        hidden = hidden | (at <= position - reading.window)
+        hidden = hidden | (key_positions <= query_positions - reading.window)
     return scores.masked_fill(hidden, float("-inf")).softmax(-1)

@@ -52,8 +52,8 @@ def cluster_interval(right: Sequence[float], clusters: Sequence[int], *, resampl
         seed: of the draws.
     """
     names = sorted(set(clusters))
-    at = torch.tensor([names.index(name) for name in clusters])
-    sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, at, torch.tensor(right, dtype=torch.float64))
-    counts = torch.bincount(at, minlength=len(names)).double()
+    numbers = torch.tensor([names.index(name) for name in clusters])
+    sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, numbers, torch.tensor(right, dtype=torch.float64))
+    counts = torch.bincount(numbers, minlength=len(names)).double()
     rows = _resampled(len(names), resamples, seed)
     return _ends(sums[rows].sum(1) / counts[rows].sum(1))

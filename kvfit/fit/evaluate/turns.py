@@ -53,7 +53,7 @@ def drift(pair: arms.Pair, ids: Tensor, n_turns: int, *, batch_size: int = 8, pr
     for part in track(torch.split(ids, batch_size), "evaluate, turns", "batches", show=progress):
         part = part[:, : 2 * n_turns * size].to(input_device(pair.target))
         sources = arms.source_pairs(pair, part[:, :-1])
-        whole = {
+        exact = {
             name: caches.forward(model, part.to(input_device(model)), caches.new_cache(model))[..., :vocabulary]
             for name, model in (("native", pair.target), ("source", pair.source))
         }
@@ -78,7 +78,7 @@ def drift(pair: arms.Pair, ids: Tensor, n_turns: int, *, batch_size: int = 8, pr
             wanted = part[:, start:stop, None]
             ours, native, source = (
                 F.log_softmax(found.to(logits.device).float(), -1)
-                for found in (logits, *(whole[name][:, start - 1 : stop - 1] for name in ("native", "source")))
+                for found in (logits, *(exact[name][:, start - 1 : stop - 1] for name in ("native", "source")))
             )
             nll = [-float(found.gather(-1, wanted).double().sum()) for found in (ours, native, source)]
             kl = float((native.exp() * (native - ours)).sum(-1).double().sum())

@@ -99,5 +99,5 @@ def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def with_rest(log_probs: Tensor) -> Tensor:
     """Log-probabilities (..., K) of some outcomes, then that of none of them, (..., K + 1)."""
-    rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
-    return torch.cat([log_probs, rest], -1)
+    none_of_them = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    return torch.cat([log_probs, none_of_them], -1)
