@@ -74,6 +74,7 @@ def check(site: Path, chromium: str, screenshots: Path | None) -> list[str]:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         for name, width in WIDTHS.items():
             window = browser.new_page(viewport={"width": width, "height": 900})
+            window.set_default_timeout(120_000)  # a busy machine is no fault of the page
             for page in pages:
                 window.goto(f"{address}/{page}/", wait_until="load")
                 faults += [f"{name} {page}: {fault}" for fault in window.evaluate(FAULTS, name == "phone")]
