@@ -104,7 +104,9 @@ def handoff(
     This waits for the device a few times, and took 0.3 to 0.8 of 14 ms for 1,024 tokens of the demo pair on a CPU.
 
     The source's cache must be of these very ids. A cache that beam search has left, or one of an edited text, holds other
-    tokens in some rows. That is refused where a `guide` is passed; without one it cannot be told.
+    tokens in some rows. Its positions must be those of the mask, 0 for the first real token of each row: a forward pass of
+    transformers over a left-padded batch needs ``position_ids``, which only its ``generate`` makes by itself. Both are refused
+    where a `guide` is passed; without one they cannot be told.
 
     Args:
         mapper: from the source to the target.

@@ -26,9 +26,9 @@ from torch import Tensor
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
-from kvfit.model.first_layer import first_layer
 from kvfit.runtime.features import Pairs
 from kvfit.runtime.rewrite import refuse_attention
+from kvfit.runtime.same_tokens import check_same_tokens
 from kvfit.runtime.watch import Watch
 
 N_HEADS = 16
@@ -82,7 +82,7 @@ def guided_tokens(
         raise MismatchError(f"recompute: found {fraction}, needed a fraction of 0 to 1")
     refuse_attention(caches.unwrapped(guide), "to watch what it attends to")
     reader = _Reader(guide, pairs, input_ids, prefix, attention_mask)
-    reader.check_tokens()
+    check_same_tokens(reader.model, pairs, reader.input_ids, prefix, reader.mask, CHECKED_TOKENS)
     worth = reader.worth()[:, : among.stop]
     eligible = candidates(input_ids, attention_mask)[:, : among.stop].to(worth.device)
     eligible[:, : among.start] = False
@@ -163,34 +163,6 @@ class _Reader:
         self.kept: Tensor | None = None  # (B, queries, heads, prefix)
         self.strength = torch.empty(0)  # (B, queries, heads)
         self.seen: set[int] = set()
-
-    def check_tokens(self) -> None:
-        """Refuse a cache of other tokens, such as one that beam search has left: layer 0 knows which token it was made from.
-
-        Raises:
-            MismatchError: names the first token.
-        """
-        # The last tokens, where beams differ, and some of all the others, since an edit moves what comes after it.
-        near = min(self.prefix, CHECKED_TOKENS // 2)
-        far = torch.arange(0, self.prefix - near, max(1, -(-2 * (self.prefix - near) // CHECKED_TOKENS)))
-        tokens = torch.cat([far, torch.arange(self.prefix - near, self.prefix)]).to(self.input_ids.device)
-        mask = torch.ones_like(self.input_ids) if self.mask is None else self.mask
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, tokens]
-        try:
-            _, wanted = first_layer(self.model, self.input_ids[:, tokens], positions)
-        except UnsupportedModelError:  # what a token's layer 0 is cannot be told without the tokens before it
-            return
-        held = self.pairs[0][1][:, :, tokens.to(self.pairs[0][1].device)].float()
-        wanted = wanted.to(held.device, torch.float32)
-        error = (held - wanted).abs().amax((1, 3)) / wanted.abs().amax((1, 3)).clamp(min=1e-6)  # (B, tokens)
-        wrong = (error > 0.25) & (mask[:, tokens] != 0).to(error.device)  # other arithmetic differs by a few hundredths at most
-        if bool(wrong.any()):
-            row, token = wrong.nonzero()[0].tolist()
-            token = int(tokens[token])
-            raise MismatchError(
-                f"source_cache: found keys and values of another token than input_ids has at row {row}, token {token}, needed "
-                "the cache of these very ids: beam search, returned sequences and edited text leave other ones"
-            )
 
     def worth(self) -> Tensor:
         """(B, prefix) what the queries look at, on average over the strongest heads of each."""

@@ -201,6 +201,21 @@ def test_the_cache_of_another_beam_is_refused_with_a_guide():
     handoff(mapper, model, ids, half, **arguments)  # rounding is no other token
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "glm", "phi3", "smollm3"])
+def test_a_source_that_counted_its_padding_is_refused_with_a_guide(name):
+    """`forward` of transformers numbers padded rows from 0 on, padding included, unless it is given positions."""
+    model = build(name)
+    ids = tokens(2, 24)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    arguments = {"attention_mask": mask, "recompute": 0.1, "guide": model}
+    cache = caches.full_cache()
+    model(input_ids=ids, attention_mask=mask, use_cache=True, **{caches.cache_argument(model): cache})
+    with pytest.raises(MismatchError, match=r"at another position than attention_mask gives at row 1, token \d+, needed 0 for"):
+        handoff(identity_mapper(model), model, ids, cache, **arguments)
+    assert handoff(identity_mapper(model), model, ids, prefilled(model, ids, mask), **arguments).status == "applied"
+
+
 def test_a_model_without_positions_cannot_run_chosen_tokens():
     """ALiBi reads distances off a mask that is not ours; a plain transfer stays."""
     from transformers import BloomConfig, BloomForCausalLM
