@@ -106,7 +106,8 @@ def handoff(
     The source's cache must be of these very ids. A cache that beam search has left, or one of an edited text, holds other
     tokens in some rows. Its positions must be those of the mask, 0 for the first real token of each row: a forward pass of
     transformers over a left-padded batch needs ``position_ids``, which only its ``generate`` makes by itself. Both are refused
-    where a `guide` is passed; without one they cannot be told.
+    where the source is at hand: up to 32 tokens of each row are compared where it was bound (``mapper.bind(source, target)``),
+    up to 1,024 where it is the `guide`. Without it they cannot be told.
 
     Args:
         mapper: from the source to the target.

@@ -7,17 +7,21 @@ import weakref
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from kvfit.model.cache import cache_dtype
 from kvfit.model.decoder import layer_parameters, running_device, unwrapped
 from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import check_model, require_model
 from kvfit.model.stamp import WeightStamp
+from kvfit.runtime.features import Pairs
 from kvfit.runtime.maps import Place
 from kvfit.runtime.rewrite import check_rewrite, refuse_attention
+from kvfit.runtime.same_tokens import check_same_tokens
 from kvfit.spec import MapperSpec, ModelSpec
 
 Role = Literal["source", "target"]
+GLANCED_TOKENS = 32  # of each row, in a handoff without a guide
 
 
 class KnownModels:
@@ -58,6 +62,18 @@ class KnownModels:
             stamp = self._stamps.get(unwrapped(model), {}).get(role)
         if stamp is None or not stamp.holds(model):
             self.verify(role, model)
+
+    def check_tokens(self, pairs: Pairs, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """Check that a source's cache is of some ids, as far as a source that is known can tell.
+
+        Raises:
+            MismatchError: names the first token that differs.
+        """
+        with self._lock:
+            source = next((model for model, roles in self._stamps.items() if "source" in roles), None)
+        prefix = pairs[0][0].shape[2]
+        if source is not None and prefix:
+            check_same_tokens(source, pairs, input_ids, prefix, attention_mask, GLANCED_TOKENS)
 
     def check_rewrite(self, target_model: Any) -> None:
         """Check that the target can run chosen tokens again, unless it is known to.

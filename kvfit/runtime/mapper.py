@@ -159,13 +159,15 @@ class Mapper:
     def check_models(self, source_model: Any = None, target_model: Any = None) -> None:
         """Check models at first use, and again once their weights were written or replaced or an adapter was put on.
 
-        The first check takes milliseconds, later ones a fraction of one. Models that passed are remembered while they live.
-
         Raises:
             MismatchError: names the model and the field that differs.
         """
         self._models.check("source", source_model)
         self._models.check("target", target_model)
+
+    def check_tokens(self, pairs: Pairs, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """Check a few tokens of a source's cache against the ids (B, S), where the source was bound or used as a guide."""
+        self._models.check_tokens(pairs, input_ids, attention_mask)
 
     def check_rewrite(self, target_model: Any) -> None:
         """Check at first use that the target can run chosen tokens of a cache again, as `handoff(recompute=...)` needs.
@@ -199,8 +201,7 @@ class Mapper:
                 need them: ``(mask.cumsum(-1) - 1).clamp(min=0)``.
             into: a cache of the target that holds the first n tokens; only tokens n to T - 1 are mapped and appended to it.
             layers: target layers to make; the others stay empty. For callers that take some layers from elsewhere.
-            target_model: the target, so that windowed layers get the cache type that drops what they do not need. It is
-                checked as by `check_models`.
+            target_model: the target, checked, so that windowed layers get the cache type that drops what they do not need.
             input_ids: (B, T), the tokens' ids. A mapper with lexical inputs needs them, and the target: bound, or passed here.
             first_layer: instead of ids and target: the target's own first layer of all T tokens as its cache would hold it,
                 keys and values (B, H_target, T, D_target); not changed. For callers such as a serving engine.

@@ -120,6 +120,8 @@ class Mover:
             self.own = target_cache, reused
         mapper.check_models(wanted.guide)
         pairs, parts = self._parts(mapper, source_cache, wanted, reused)
+        if not wanted.recompute:  # else the guide looks at many more
+            mapper.check_tokens(pairs, self.input_ids, self.mask)
         windowed = any(window is not None for window in mapper.spec.target.windows)
         tokens = self._chosen(wanted, pairs, min(parts.tail, pairs[0][0].shape[2]), reused if windowed else 0)
         if tokens is not None:

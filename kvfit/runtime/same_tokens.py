@@ -10,8 +10,7 @@ from torch import Tensor
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model.decoder import input_device, unwrapped
 from kvfit.model.first_layer import first_layer
-
-Pairs = list[tuple[Tensor, Tensor]]
+from kvfit.runtime.features import Pairs
 
 _OTHER_TOKENS = "needed the cache of these very ids: beam search, returned sequences and edited text leave other ones"
 _OTHER_POSITIONS = (

@@ -216,6 +216,34 @@ def test_a_source_that_counted_its_padding_is_refused_with_a_guide(name):
     assert handoff(identity_mapper(model), model, ids, prefilled(model, ids, mask), **arguments).status == "applied"
 
 
+def test_a_source_that_was_bound_knows_its_cache():
+    """Edited text, another model's cache and padding that was counted; the control is a mapper that knows no source."""
+    model, ids = build(), tokens(2, 60)
+    other = copy.deepcopy(model)
+    other.model.embed_tokens.weight.data = other.model.embed_tokens.weight.flip(0)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    unbound = identity_mapper(model)
+    bound = identity_mapper(model).bind(model, model)
+    edited = ids.clone()
+    edited[0, 40:-1] = ids[0, 41:]  # one token left out
+    counted = caches.full_cache()
+    model(input_ids=ids, attention_mask=mask, use_cache=True, **{caches.cache_argument(model): counted})
+    source = prefilled(model, ids, mask)
+    for given, cache, found in (
+        (edited, source, "of another token than input_ids has at row 0, token 4[0-9]"),
+        (ids, prefilled(other, ids, mask), "of another token than input_ids has at row 0, token 0"),
+        (ids, counted, "at another position than attention_mask gives at row 1"),
+    ):
+        with pytest.raises(MismatchError, match=found):
+            handoff(bound, model, given, cache, attention_mask=mask)
+        moved = handoff(bound, model, given, cache, attention_mask=mask, on_error="prefill")
+        assert moved.status == "fallback_prefill"
+        assert handoff(unbound, model, given, cache, attention_mask=mask).status == "applied"
+    assert handoff(bound, model, ids, source, attention_mask=mask).status == "applied"
+    assert handoff(bound, model, ids[:, -1:], prefilled(model, ids[:, -1:])).status == "applied"
+
+
 def test_a_model_without_positions_cannot_run_chosen_tokens():
     """ALiBi reads distances off a mask that is not ours; a plain transfer stays."""
     from transformers import BloomConfig, BloomForCausalLM
