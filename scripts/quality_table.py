@@ -33,7 +33,8 @@ from kvfit.fit.stats.record import read_record
 from kvfit.fit.stats.store import Store
 from kvfit.spec import KINDS
 
-PLAIN: dict[str, Any] = {"inputs": "both", "lexical": "none", "rank": "none"}
+PLAIN: dict[str, Any] = {"lexical": "none"}
+UNLIMITED: dict[str, Any] = {"rank": "none", "cost": None}
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,17 @@ class Step:
     start: str | None = None
 
 
+DEFAULT = Step("+ target layer 0 and facts text (default)", recompute=(0.0, 0.1, "auto"))
 STEPS = (
-    Step("8 best layers or all, like kinds, no gain", "text", {**PLAIN, "inputs": "same", "top_k": 8, "gain": "none"}),
+    Step("8 best layers, like kinds, no gain", "text", {**PLAIN, **UNLIMITED, "inputs": "same", "top_k": 8, "gain": "none"}),
     Step("all layers, keys and values, no gain", "text", {**PLAIN, "gain": "none"}),
     Step("+ gain", "text", PLAIN),
-    Step("+ target layer 0", "text", {**PLAIN, "lexical": "auto"}),
-    Step("+ gain and facts text, without target layer 0", "mix", PLAIN),
-    Step("+ gain, target layer 0 and facts text", "mix", {**PLAIN, "lexical": "auto"}),
-    Step("+ shared basis (default of solve)", "mix", {}, (0.0, 0.1, "auto")),
-    Step("+ refined", "mix", recompute=(0.0, 0.1), start="+ shared basis (default of solve)"),
+    Step("+ target layer 0", "text"),
+    Step("+ facts text, without target layer 0", "mix", PLAIN),
+    DEFAULT,
+    Step("default without a shared basis, at any cost", "mix", UNLIMITED),
+    Step("default, refined", recompute=(0.0, 0.1), start=DEFAULT.name),
 )
-
-CONTROLLED = STEPS[-2]  # whose map the controls are made of
 
 
 def slug(name: str) -> str:
@@ -200,7 +200,7 @@ class Study:
             return found
 
         def controls() -> dict[str, Any]:
-            mapper = self.comparison.mapper(Bundle.open(self.bundle(CONTROLLED)))
+            mapper = self.comparison.mapper(Bundle.open(self.bundle(DEFAULT)))
             return {arm: asdict(self.comparison.row(mapper, arm=arm)) for arm in ("mean", "shuffled")}  # type: ignore[arg-type]
 
         return self.kept("models", judge) | self.kept("controls", controls)
