@@ -20,7 +20,7 @@ from kvfit.model.digests import (
     weight_fingerprint,
 )
 from kvfit.model.interference import active_dropout, adapted_module, check_hooks
-from kvfit.model.probe import dtype_name, probe
+from kvfit.model.rope_probe import dtype_name, probe
 from kvfit.model.tables import frequency_dtype, rotary_tables
 from kvfit.spec import Content, ModelSpec
 

@@ -1,4 +1,4 @@
-"""Rotating keys and taking the rotation back, from a `RopeTable` alone. What a family of models does is found in `probe`.
+"""Rotating keys and taking the rotation back, from a `RopeTable` alone. What a family of models does is found in `rope_probe`.
 
 A rotary embedding turns feature pairs (planes) of a key by an angle that grows with the token's position. With a_i the
 angle of plane i and s the table's attention scaling, a pair (x, y) becomes

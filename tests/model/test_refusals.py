@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from zoo import FAMILIES, REFUSED, UNLISTED, Refused, Tokenizer, build, build_refused
 
 from kvfit.errors import UnsupportedModelError
-from kvfit.model import probe as probing
+from kvfit.model import rope_probe as probing
 from kvfit.model.axes import refuse_several_axes
 from kvfit.model.identity import describe_model
-from kvfit.model.probe import probe
+from kvfit.model.rope_probe import probe
 from kvfit.model.tables import frequencies_of_sines
 
 QWEN3 = next(family for family in FAMILIES if family.name == "qwen3")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvfit.model import cache as caches
 from kvfit.model.digests import config_digest, weight_fingerprint
-from kvfit.model.probe import probe
+from kvfit.model.rope_probe import probe
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import FORMAT_VERSION, KINDS, LayerMap, MapperSpec, ModelSpec, RopeSpec, RopeTable
 

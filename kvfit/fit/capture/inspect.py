@@ -14,7 +14,7 @@ from kvfit.fit.capture.selfcheck import self_check
 from kvfit.model import cache as caches
 from kvfit.model.decoder import family, setting, text_config
 from kvfit.model.digests import quantisation
-from kvfit.model.probe import Probe, probe
+from kvfit.model.rope_probe import Probe, probe
 from kvfit.spec import RopeTable
 
 _N_TOKENS = 1200  # the self-check reaches past position 1,000, where a slightly wrong frequency shows

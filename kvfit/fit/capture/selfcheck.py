@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvfit.model.decoder import input_device
-from kvfit.model.probe import Probe, plane_error, tolerance
 from kvfit.model.rope import angles, rotate, unrotate
+from kvfit.model.rope_probe import Probe, plane_error, tolerance
 from kvfit.model.trace import LayerTrace, refusal, trace
 from kvfit.spec import ModelSpec
 
