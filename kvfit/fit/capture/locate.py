@@ -47,6 +47,8 @@ def locate(ref: str, revision: str | None = None) -> Located:
     Raises:
         RefError: it is not there, cannot be reached, or is not a model.
     """
+    import transformers  # noqa: F401  without the extra that loads models, say so before the Hub is asked for one
+
     location, name, revision = split_ref(ref, revision)
     if Path(location).is_dir():
         return Located(location, name, revision, Path(location))
