@@ -60,7 +60,7 @@ DEFAULT = Step("+ target layer 0 and facts text (default)", recompute=(0.0, 0.1,
 STEPS = (
     Step("8 best layers, like kinds, no gain", "text", {**PLAIN, **UNLIMITED, "inputs": "same", "top_k": 8, "gain": "none"}),
     Step("all layers, keys and values, no gain", "text", {**PLAIN, "gain": "none"}),
-    Step("+ gain", "text", PLAIN),
+    Step("all layers, keys and values, gain", "text", PLAIN),
     Step("+ target layer 0", "text"),
     Step("+ facts text, without target layer 0", "mix", PLAIN),
     DEFAULT,
@@ -258,11 +258,12 @@ def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str
     rows = [*found, *((LABELS[name], models[name]) for name in LABELS if name in models)]
     head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", "MB", "work", *(["ms"] if timed else [])]
     n_mix = given.sequences + study.n_facts
+    pair = given.pair or f"{Path(given.source).name} -> {Path(given.target).name}"
     return "\n".join([
         "# What each step brings",
         "",
         "This page shows what each way of fitting a map brings on one pair of models, with its cost in the same row. It was "
-        f"made by `scripts/quality_table.py` for {Path(given.source).name} -> {Path(given.target).name}. Run it on your own "
+        f"made by `scripts/quality_table.py` for {pair}. Run it on your own "
         "pair, and do not edit the page.",
         "",
         f"Maps fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (one token in "
@@ -305,6 +306,7 @@ def arguments() -> argparse.Namespace:
         ("questions", 48), ("batch", 4), ("refine-sequences", 64), ("refine-steps", 200),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--pair", help="what the page calls the pair; default the names of the folders")
     parser.add_argument("--dtype", default="auto", help="of both models; float32 is faster on most CPUs; default as stored")
     parser.add_argument("--facts-share", type=float, default=0.25, help="of the mixed calibration; default 0.25")
     parser.add_argument("--holdout", type=float, default=0.1, help="share of the sequences that choose penalties; default 0.1")
