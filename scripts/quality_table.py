@@ -82,6 +82,7 @@ class Study:
         self.work = Path(given.work)
         self.work.mkdir(parents=True, exist_ok=True)
         self.loading = (models.Options(dtype=given.dtype),) * 2
+        self.models_given: dict[str, Any] = {"source": given.source, "target": given.target, "loading": self.loading}
         self.text = TextOptions(given.text)
         self.facts = TextOptions(str(self._facts_file()))
 
@@ -135,8 +136,10 @@ class Study:
         given = self.given
         schedule = refining.Schedule(steps=given.refine_steps, batch_size=given.batch)
         options = refining.Options(num_sequences=given.refine_sequences, seq_len=given.seq_len, schedule=schedule)
-        texts, refs = (self.text, self.facts), {"source": given.source, "target": given.target, "loading": self.loading}
-        return self.made(path, lambda out: print(refining.refine(start, out, texts=texts, options=options, **refs), flush=True))
+        texts = (self.text, self.facts)
+        return self.made(
+            path, lambda out: print(refining.refine(start, out, texts=texts, options=options, **self.models_given), flush=True)
+        )
 
     def solved(self, step: Step, out: Path) -> None:
         """Solve a step's maps; a source with fewer layers than are asked for gives them all."""
@@ -158,8 +161,7 @@ class Study:
             batch_size=given.batch,
         )
         first = Bundle.open(next((self.work / "bundles").iterdir()))
-        refs = {"source": given.source, "target": given.target}
-        return Comparison(first, TextOptions(given.heldout), options, **refs, loading=self.loading)
+        return Comparison(first, TextOptions(given.heldout), options, **self.models_given)
 
     def kept(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A row that an earlier run has saved, or a new one."""

@@ -29,6 +29,11 @@ def synchronise(devices: set[torch.device]) -> None:
             torch.mps.synchronize()
 
 
+def devices_of(pair: arms.Pair) -> set[torch.device]:
+    """The devices that moving a context works on."""
+    return {*caches.layer_devices(pair.source, 1), *caches.layer_devices(pair.target, pair.mapper.spec.target.n_layers)}
+
+
 def timed(run: Callable[[], Any], devices: set[torch.device], seconds: float) -> dict[str, float | int]:
     """Median and 95th percentile of the milliseconds that `run` takes, synchronised before and after.
 
@@ -94,8 +99,7 @@ def milliseconds(
         ``handoff``, ``auto`` and ``reused_transfer``, the shortest length from which on it is faster than a prefill at every
         length that was timed; None where it is not at the longest.
     """
-    used = (*caches.layer_devices(pair.source, 1), *caches.layer_devices(pair.target, pair.mapper.spec.target.n_layers))
-    devices = set(used)
+    devices = devices_of(pair)
     lengths = list(lengths)
     each = seconds / (len(lengths) * len(TIMED))
     rows: list[dict[str, Any]] = []

@@ -19,14 +19,14 @@ from kvfit.fit.capture import models
 from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.evaluate import arms, ways
 from kvfit.fit.evaluate.arms import Arm
-from kvfit.fit.evaluate.clock import timed
+from kvfit.fit.evaluate.clock import devices_of, timed
 from kvfit.fit.evaluate.heldout import fillers, heldout
 from kvfit.fit.evaluate.intervals import share_interval, share_of_gap
 from kvfit.fit.evaluate.likelihood import Reference, Scores, likelihood
 from kvfit.fit.evaluate.options import Options
-from kvfit.fit.evaluate.questions import Probe, probes
+from kvfit.fit.evaluate.pair import mapper_for
+from kvfit.fit.evaluate.questions import QUESTIONS_PER_CONTEXT, Probe, probes
 from kvfit.fit.evaluate.recall import ask
-from kvfit.model import cache as caches
 from kvfit.runtime.mapper import Mapper
 
 
@@ -107,7 +107,7 @@ class Comparison:
                 kind=kind,
                 count=options.probes,
                 context_tokens=self.prefix - 1,
-                per_context=3,
+                per_context=QUESTIONS_PER_CONTEXT,
                 seed=options.seed,
             )
         except TextError:  # no room for such facts in a context of this length
@@ -138,8 +138,7 @@ class Comparison:
 
     def mapper(self, bundle: Bundle) -> Mapper:
         """A bundle's mapper on the target's devices."""
-        devices = caches.layer_devices(self.pair.target, bundle.spec.target.n_layers)
-        return Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
+        return mapper_for(bundle, self.pair.target)
 
     @torch.no_grad()
     def row(self, mapper: Mapper, recompute: float | Literal["auto"] = 0.0, *, arm: Arm = "handoff") -> Row:
@@ -157,7 +156,7 @@ class Comparison:
     def milliseconds(self, arm: Arm, seconds: float, mapper: Mapper | None = None, recompute: float = 0.0) -> float:
         """Median time of one arm for one context, measured for about `seconds`."""
         pair = replace(self.pair, mapper=mapper or self.pair.mapper, recompute=recompute)
-        prefixes = arms.Prefixes(pair, self.ids[:1, : self.prefix - 1])
-        devices = {*caches.layer_devices(pair.source, 1), *caches.layer_devices(pair.target, pair.mapper.spec.target.n_layers)}
-        assert prefixes.sources, "the source's prefill has happened before anything is moved"
-        return float(timed(lambda: prefixes.cache(arm), devices, seconds)["median"])
+        ids = self.ids[:1, : self.prefix - 1]
+        # The source's own prefill has happened before anything is moved, so it is not in the time.
+        prefixes = arms.Prefixes(pair, ids, sources=arms.source_pairs(pair, ids))
+        return float(timed(lambda: prefixes.cache(arm), devices_of(pair), seconds)["median"])

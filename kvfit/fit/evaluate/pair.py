@@ -70,10 +70,13 @@ def load_pair(
     ]
     for spec, model in zip(specs, loaded, strict=True):
         check_model(spec, model.model, model.tokenizer)
-    devices = caches.layer_devices(loaded[1].model, specs[1].n_layers)
-    # The result of an earlier evaluation must not influence this one.
-    mapper = Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
-    return Pair(loaded[0].model, loaded[1].model, mapper, **options), loaded[1].tokenizer
+    return Pair(loaded[0].model, loaded[1].model, mapper_for(bundle, loaded[1].model), **options), loaded[1].tokenizer
+
+
+def mapper_for(bundle: Bundle, target: Any) -> Mapper:
+    """A bundle's mapper on the devices of the loaded target, whatever an earlier evaluation said of it."""
+    devices = caches.layer_devices(target, bundle.spec.target.n_layers)
+    return Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
 
 
 def shared_vocabulary(pair: Pair) -> int:
