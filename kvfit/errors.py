@@ -14,15 +14,15 @@ class MismatchError(KvfitError, ValueError):
 
 
 class OptionError(MismatchError):
-    """An option whose value cannot be, whatever it is applied to. The command line turns it into exit code 2."""
+    """An option with a value that is never valid, whatever it is applied to. The command line turns it into exit code 2."""
 
 
 class UnsupportedModelError(KvfitError, NotImplementedError):
-    """A model whose keys and values kvfit cannot describe or prove right."""
+    """A model whose keys and values kvfit cannot describe, or whose description it cannot verify."""
 
 
 class RefError(KvfitError, LookupError):
-    """A model, bundle or dataset that cannot be found or reached under its ref."""
+    """A model, bundle or dataset that its ref does not lead to, because it does not exist or cannot be reached."""
 
 
 class TextError(KvfitError, ValueError):
@@ -30,11 +30,11 @@ class TextError(KvfitError, ValueError):
 
 
 class StoreError(KvfitError, ValueError):
-    """A statistics store that is incomplete, damaged, locked, or made by another recipe."""
+    """A statistics store that is incomplete, damaged, locked, or made with another recipe."""
 
 
 class SolveError(KvfitError, ArithmeticError):
-    """A linear system that has no trustworthy solution; names the layer and the kind."""
+    """A linear system without a trustworthy solution. The message names the layer and the kind."""
 
 
 class SpecError(KvfitError, ValueError):
@@ -46,8 +46,8 @@ class SpecError(KvfitError, ValueError):
 
 
 class BundleError(KvfitError, ValueError):
-    """A bundle that is torn, altered, hostile, or of a newer format; names the file and the field."""
+    """A bundle that is torn, altered, hostile, or of a newer format. The message names the file and the field."""
 
 
 class GateError(KvfitError, RuntimeError):
-    """A quality gate refused. The command line turns it into exit code 3."""
+    """A quality gate said no. The command line turns it into exit code 3."""

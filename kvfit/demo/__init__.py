@@ -1,8 +1,8 @@
-"""The built-in pair and its text, as data, and the refs that name them. Knows nothing of the rest of kvfit.
+"""The built-in pair of models and its text, as data files, and the refs that name them.
 
 Two Qwen3 models of one family, trained by `scripts/train_demo_pair.py` on public-domain text, and two files of documents that
 neither model was trained on: `text.jsonl` to fit maps on, `heldout.jsonl` to test them. The verb `kvfit demo` is in
-`kvfit.cli.demo`.
+`kvfit.cli.demo`. This package knows nothing of the rest of kvfit.
 """
 
 from pathlib import Path
@@ -16,10 +16,10 @@ TEXTS = {"demo:text": FOLDER / "text.jsonl", "demo:heldout": FOLDER / "heldout.j
 
 
 def demo_path(ref: str) -> Path | None:
-    """Where a built-in ref lives; None for any other ref.
+    """The path behind a built-in ref; None for any other ref.
 
     Raises:
-        RefError: it starts with ``demo:`` but there is no such thing.
+        RefError: the ref starts with ``demo:`` but is not a built-in one.
     """
     if not ref.startswith("demo:"):
         return None

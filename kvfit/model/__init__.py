@@ -1,7 +1,8 @@
-"""One loaded transformers model: its layers, its caches, its rotary embedding, who it is.
+"""One loaded transformers model: its layers, its caches, its rotary embedding, its identity.
 
-A family that is read wrongly is mended in `rope_probe`, which finds out what the model does; `rope` only does the arithmetic.
+If kvfit reads the rotary embedding of a model family wrongly, the fix belongs in `rope_probe`, which finds out what a model
+does; `rope` only does the arithmetic. What makes a model count as another one is decided in `identity`.
 
-The only package that knows the API of transformers. It knows nothing of mappers, bundles or statistics, and imports
-transformers only inside functions, because a serving process may load a mapper before it loads a model.
+This is the only package that knows the API of transformers. It knows nothing of mappers, bundles or statistics. It imports
+transformers inside functions only, because a serving process may load a mapper before it loads a model.
 """

@@ -1,4 +1,4 @@
-"""Whether a model takes several positions per token, as multimodal rotary embeddings do: found by giving it three."""
+"""Find out whether a model takes several positions per token, as multimodal rotary embeddings do, by giving it three."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _N_TOKENS = 8
 
 @torch.no_grad()
 def refuse_several_axes(model: Any, first: int) -> None:
-    """Refuse a model that mixes several positions of a token into its keys: a map knows one position.
+    """Refuse a model whose keys depend on several positions per token, because a map knows only one.
 
-    A model of one axis refuses three positions per token, or takes them for a batch of three, or reads the first alone.
+    A model with one position per token rejects three, or treats them as a batch of three, or reads only the first.
 
     Args:
         model: a causal language model that rotates its keys.
-        first: the position to begin at.
+        first: position of the first token.
 
     Raises:
-        UnsupportedModelError: names family and reason.
+        UnsupportedModelError: the keys depend on more than one position; names the family.
     """
     input_ids = some_tokens(model, _N_TOKENS)[None]
     positions = torch.arange(first, first + _N_TOKENS, device=input_ids.device)
@@ -41,7 +41,7 @@ def refuse_several_axes(model: Any, first: int) -> None:
 
 
 def _keys(model: Any, input_ids: Tensor, position_ids: Tensor) -> list[Tensor]:
-    """What each layer caches as keys in a pass from an empty cache; positions are passed on as they are."""
+    """The keys that each layer caches in a pass from an empty cache. The positions are passed to the model unchanged."""
     found: list[Tensor] = []
     cache = caches.recording_cache(lambda _layer_index, keys, _values: found.append(keys.detach()))
     model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **{caches.cache_argument(model): cache})

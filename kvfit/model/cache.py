@@ -1,7 +1,7 @@
-"""Transformers' KV caches: one door for all of kvfit. Here they are built, filled and cut; `reading` and `forward` do the rest.
+"""Build, fill and crop transformers' KV caches. All of kvfit goes through this module; `reading` and `forward` are behind it.
 
-Works with both names of the cache argument (``cache=`` since 5.24, ``past_key_values=`` before: models swallow the other name
-without an error) and with every cache that holds plain keys and values per layer.
+It works with both names of the cache argument (``cache=`` since 5.24, ``past_key_values=`` before; a model ignores the other
+name without an error) and with every cache that holds plain keys and values per layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def new_cache(model: Any = None) -> Any:
-    """An empty cache of the kind that `model` needs: windowed layers truncate themselves. Without a model, `full_cache`."""
+    """An empty cache of the kind that `model` needs, whose windowed layers drop old tokens. Without a model, `full_cache`."""
     if model is None:
         return full_cache()
     from transformers import DynamicCache
@@ -54,16 +54,16 @@ def new_cache(model: Any = None) -> Any:
 
 
 def full_cache() -> Any:
-    """An empty cache that keeps every token of every layer, windowed layers included; for capture."""
+    """An empty cache that keeps every token of every layer, also of windowed layers, as capture needs it."""
     from transformers import DynamicCache
 
     return DynamicCache()
 
 
 def recording_cache(on_update: Callable[[int, Tensor, Tensor], None], model: Any = None) -> Any:
-    """A cache that calls ``on_update(layer_index, keys, values)`` with what a layer is about to cache.
+    """A cache that calls ``on_update(layer_index, keys, values)`` before a layer caches them.
 
-    Keeps every token, or only what `model` needs where one is given.
+    It keeps every token; with a model, only the tokens that the model needs.
     """
     from transformers import DynamicCache
 
@@ -76,9 +76,9 @@ def recording_cache(on_update: Callable[[int, Tensor, Tensor], None], model: Any
 
 
 def layer_windows(model: Any, n_layers: int) -> tuple[int | None, ...]:
-    """Per layer the sliding window in tokens or None, as the model's own cache truncates."""
+    """Per layer, the sliding window in tokens, or None. The model's own cache says how much it keeps."""
     layers = new_cache(model).layers
-    if not layers:  # older versions make the layers of a cache without windows as they are filled
+    if not layers:  # older versions create the layers of a cache without windows as they are filled
         return (None,) * n_layers
     windows = (getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in layers)
     return tuple(None if window is None else int(window) for window in windows)
@@ -88,7 +88,7 @@ def append(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
     """Append full-length keys and values, (B, H, T, D), of one layer; a windowed layer drops what it does not need."""
     layer = cache.layers[layer_index] if layer_index < len(cache.layers) else None
     if layer is not None and "Static" in type(layer).__name__ and "cache_kwargs" in inspect.signature(layer.update).parameters:
-        # Before version 5 a static layer had to be told where to write, and began at its first token when it was not.
+        # Before version 5, a static layer had to be told where to write; otherwise it wrote from its first token on.
         held = int(layer.get_seq_length())
         positions = torch.arange(held, held + keys.shape[-2], device=keys.device)
         cache.update(keys, values, layer_index, {"cache_position": positions})
@@ -97,10 +97,10 @@ def append(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
 
 
 def place(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
-    """As `append`, for tensors that the caller gives away: an empty dynamic layer takes them without a copy."""
+    """As `append`, for tensors that the caller does not need any more: an empty dynamic layer takes them without a copy."""
     known = cache.layers[layer_index] if layer_index < len(cache.layers) else None
     if known is None or not getattr(known, "is_initialized", False):  # a full static window takes no empty update
-        append(cache, layer_index, keys[:, :, :0], values[:, :, :0])  # makes the layer where it does not exist yet
+        append(cache, layer_index, keys[:, :, :0], values[:, :, :0])  # creates the layer if it does not exist yet
     layer = cache.layers[layer_index]
     if type(layer).__name__ == "DynamicLayer" and int(layer.get_seq_length()) == 0 and layer.keys.dtype == keys.dtype:
         layer.keys, layer.values = keys, values
@@ -109,20 +109,20 @@ def place(cache: Any, layer_index: int, keys: Tensor, values: Tensor) -> None:
 
 
 def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
-    """Refuse a cache that another model has filled: by layers, heads and head size, as far as the model itself says them.
+    """Refuse a cache that another model has filled, by its number of layers, heads and features per head.
 
     Args:
         model: a causal language model.
         cache: a transformers cache; an empty one fits any model.
-        name: what to call it.
+        name: what the error calls the cache.
 
     Raises:
-        MismatchError: names what differs.
+        MismatchError: the cache differs from the model's; names in what.
     """
     held = [state for state in layer_states(cache) if state.length]
     if not held:
         return
-    # Layers that use an earlier one's keys come last and may have no place in a cache that grew as it was filled.
+    # Layers that reuse an earlier layer's keys come last. A cache that grew while it was filled may not contain them.
     own = [index for index, layer in enumerate(new_cache(model).layers) if type(layer).__name__ != "DummyLayer"]
     least = own[-1] + 1 if own else int(text_config(model).num_hidden_layers)
     most = max(least, int(text_config(model).num_hidden_layers))
@@ -142,14 +142,14 @@ def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
 
 
 def check_finite(cache: Any, name: str = "cache") -> None:
-    """Refuse NaN and infinity. Waits once for every device that holds a layer.
+    """Refuse a cache that holds NaN or infinity. This waits once for every device that holds a layer.
 
     Args:
         cache: as for `read_cache`.
-        name: what to call it.
+        name: what the error calls the cache.
 
     Raises:
-        MismatchError: names the first layer and kind.
+        MismatchError: a value is not finite; names the first layer and kind.
     """
     where = first_nonfinite(read_cache(cache))
     if where is not None:
@@ -160,7 +160,7 @@ def check_finite(cache: Any, name: str = "cache") -> None:
 
 
 def cache_dtype(model: Any) -> torch.dtype:
-    """The dtype that a model's keys and values have: that of its floating-point weights."""
+    """The dtype of a model's keys and values, which is the dtype of its floating-point weights."""
     dtype = getattr(unwrapped(model), "dtype", None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
@@ -168,7 +168,7 @@ def cache_dtype(model: Any) -> torch.dtype:
 
 
 def drops_tokens(cache: Any) -> bool:
-    """Whether a layer keeps only its window, so that cropping cannot give back what it has dropped."""
+    """Whether a layer keeps only its window, so that cropping cannot bring back the tokens that it has dropped."""
     return any(_drops_tokens(layer) for layer in cache.layers)
 
 
@@ -180,7 +180,7 @@ def crop(cache: Any, length: int) -> None:
     """Shorten a cache to its first `length` tokens.
 
     Raises:
-        MismatchError: it is shorter, or a windowed layer has dropped tokens that it would need again; nothing has changed.
+        MismatchError: the cache is shorter, or a windowed layer has dropped tokens that it would need. The cache is unchanged.
     """
     held = cache_length(cache)
     if length == held:
@@ -200,7 +200,7 @@ def crop(cache: Any, length: int) -> None:
     for layer in cache.layers:
         if "Static" in type(layer).__name__:
             layer.crop(length - held)
-        else:  # what a layer's own crop takes, and what it does to a window, differs between versions
+        else:  # the argument of a layer's own crop, and its effect on a window, differ between versions
             layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
             if _drops_tokens(layer):
                 layer.cumulative_length = length

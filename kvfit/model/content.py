@@ -1,9 +1,9 @@
-"""A digest of everything in a loaded model that its forward pass reads: every weight, every buffer, every constant.
+"""Digests of everything in a loaded model that its forward pass reads: every weight, every buffer, every constant.
 
 Each tensor's bytes are read as 64-bit words x_i and reduced to ``sum_i c_i x_i mod 2^64`` with odd pseudo-random coefficients
-c_i that depend on the position alone. A change of a single word by d changes the sum by c_i d, which is not zero because c_i is
-odd; several changes cancel with probability 2^-64. Integer sums do not depend on their order, so every device gives the same
-number, and the sums run where the tensor lies: at about the speed of reading it.
+c_i that depend on the position alone. If one word changes by d, the sum changes by c_i d, which is not zero because c_i is odd;
+several changes cancel with probability 2^-64. Integer sums do not depend on their order, so every device gives the same number.
+Each sum is computed on the tensor's own device, at about the speed of reading the tensor.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvfit.model.decoder import family, layer_path, loaded_tensor, unwrapped
 from kvfit.model.tables import rotary_tables
 from kvfit.spec import Content
 
-_ROW = 8192  # words reduced at a time: what a processor's cache holds
+_ROW = 8192  # words reduced at a time; they fit into a processor's cache
 _BLOCK = 1 << 22  # words multiplied at a time on other devices: 32 MiB
 _EXPERT = re.compile(r"(?:^|\.)experts\b(?:\.(\d+))?")
 _ROUTER = re.compile(r"moe|router|(^|\.)gate\.")
 _WRAPPERS = frozenset(("model", "language_model", "transformer", "base_model", "text_model"))
-# Constants that act in training only, or not at all.
+# Constants that have an effect in training only, or none.
 _IDLE = re.compile(r"dropout|^p$|aux|jitter|norm_type|initializer|^_")
 
 
@@ -37,10 +37,10 @@ def content_of(model: Any, n_ids: int) -> Content:
 
     Args:
         model: a causal language model; `torch.compile`'s wrapper is seen through, and offloaded weights are read.
-        n_ids: token ids that the tokenizer can give. Rows of the embedding and of the head beyond them are padding.
+        n_ids: number of token ids that the tokenizer can produce. Embedding and head rows beyond them are padding.
 
     Raises:
-        UnsupportedModelError: a weight is not in memory, or is quantised into a tensor of another kind.
+        UnsupportedModelError: a weight is not in memory, or is stored in a quantised tensor type.
     """
     import transformers
 
@@ -54,14 +54,15 @@ def part_digests(model: Any, n_ids: int, *, rounding: bool) -> tuple[str, ...]:
     Args:
         model: as for `content_of`.
         n_ids: as for `content_of`.
-        rounding: digest the values rounded to bfloat16, so that models loaded in different dtypes agree; else the exact bits.
+        rounding: digest the values rounded to bfloat16, so that models loaded in different dtypes agree; otherwise the exact
+            bits.
 
     Raises:
         UnsupportedModelError: as for `content_of`.
     """
     groups: dict[int, list[tuple[str, ...]]] = {}
     experts: dict[int, int] = {}
-    tied: dict[int, int] = {}  # sums of tensors that several modules share, by identity
+    tied: dict[int, int] = {}  # sums of tensors that several modules share, by the tensor's id
     for group, name, tensor, held in _weights(model, n_ids):
         floating = tensor.is_floating_point()
         found = _EXPERT.search(name)
@@ -85,10 +86,11 @@ def part_digests(model: Any, n_ids: int, *, rounding: bool) -> tuple[str, ...]:
 
 
 def derived_digest(model: Any) -> str:
-    """Digest of what a model's modules computed from its configuration when they were made.
+    """Digest of what a model's modules computed from its configuration when they were created.
 
-    That is every floating buffer that no file holds and every number kept in a module: norm epsilons, attention scalings, soft
-    caps, embedding scales. Which of them there are differs between versions of transformers, so it compares within one.
+    It covers every floating-point buffer that is not in the checkpoint and every float attribute of a module: norm epsilons,
+    attention scalings, soft caps, embedding scales. Which of them exist differs between versions of transformers, so two
+    digests can be compared only within one version.
     """
     found: list[tuple[str, str, str]] = []
     for path, module in unwrapped(model).named_modules():
@@ -106,19 +108,18 @@ _EMBEDDING, _REST = -1, -2  # groups of tensors outside the decoder layers
 
 
 def _weights(model: Any, n_ids: int) -> Iterator[tuple[int, str, Tensor, Tensor]]:
-    """Group, canonical name, value and holder of every parameter and every buffer that a checkpoint holds.
+    """Group, canonical name, value and stored tensor of every parameter and every buffer that a checkpoint holds.
 
-    The value is what counts: rows of padding are left out, and an offloaded tensor is read from where it is.
-
-    Names are canonical: without the prefixes that wrappers add, and alike for all parts of a mixture of experts, whose layout
-    differs between versions of transformers.
+    The value is what is digested: it leaves out padding rows, and it is read from where accelerate offloaded it. A canonical
+    name has no prefixes of wrappers, and is the same for all parts of a mixture of experts, whose layout differs between
+    versions of transformers.
     """
     model = unwrapped(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for path, module in model.named_modules():
         persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, held in (*module._parameters.items(), *persistent.items()):
-            if held is None or "inv_freq" in name:  # rotary tables are compared as such
+            if held is None or "inv_freq" in name:  # `rotary_tables` covers them
                 continue
             tensor = plain(model, loaded_tensor(model, module, name), f"{path}.{name}")
             if module is embedding:
@@ -133,10 +134,10 @@ def _weights(model: Any, n_ids: int) -> Iterator[tuple[int, str, Tensor, Tensor]
 
 
 def plain(model: Any, tensor: Tensor, name: str) -> Tensor:
-    """The tensor, if its memory can be read as numbers.
+    """The tensor, detached, if its memory can be read as numbers.
 
     Raises:
-        UnsupportedModelError: it is a quantised tensor of a kind of its own, such as torchao's.
+        UnsupportedModelError: it is of a quantised tensor type, such as torchao's.
     """
     if hasattr(type(tensor), "__tensor_flatten__"):
         raise UnsupportedModelError(
@@ -151,10 +152,10 @@ def _without_wrappers(path: str) -> str:
 
 
 def _tensor_sum(tensor: Tensor, rounding: bool) -> int:
-    """``sum_i c_i x_i mod 2^64`` of a tensor's words."""
+    """``sum_i c_i x_i mod 2^64`` over a tensor's words."""
     flat = tensor.reshape(-1)
     if rounding and flat.is_floating_point() and flat.dtype != torch.bfloat16:
-        # In pieces of whole rows, so that no second copy of the tensor is made.
+        # Rounding whole rows piece by piece avoids a second copy of the tensor.
         step = _ROW * 4 * 256
         sums = [(flat[start : start + step].to(torch.bfloat16), start // (_ROW * 4)) for start in range(0, flat.numel(), step)]
         return sum(_words_sum(_words(piece), first) for piece, first in sums)
@@ -162,9 +163,10 @@ def _tensor_sum(tensor: Tensor, rounding: bool) -> int:
 
 
 def _expert_sum(tensor: Tensor, rounding: bool, expert: int | None) -> int:
-    """A sum over an expert's rows in any order, with a coefficient per expert.
+    """A sum over an expert's rows that does not depend on their order, with a coefficient per expert.
 
-    Versions of transformers keep experts one by one or fused into one tensor (experts, ..., features); the rows are the same.
+    Some versions of transformers store each expert on its own, others all in one tensor (experts, ..., features). The rows are
+    the same.
     """
     if rounding and tensor.is_floating_point():
         tensor = tensor.to(torch.bfloat16)
@@ -178,7 +180,7 @@ def _expert_sum(tensor: Tensor, rounding: bool, expert: int | None) -> int:
 
 
 def _words(flat: Tensor, row: int | None = None) -> Tensor:
-    """The bytes of a flat tensor as 64-bit words (N,), zeros at the end; with `row`, of each row of that many elements."""
+    """The bytes of a flat tensor as 64-bit words (N,), padded with zeros; `row` pads each row of so many elements."""
     octets = flat.contiguous().view(torch.uint8) if flat.dtype != torch.bool else flat.contiguous().to(torch.uint8)
     if row is not None:
         octets = octets.reshape(-1, octets.numel() // max(1, flat.numel()) * row)
@@ -191,15 +193,15 @@ def _words(flat: Tensor, row: int | None = None) -> Tensor:
 
 
 def _words_sum(words: Tensor, first_row: int) -> int:
-    """The sum over words (N,) that begin with row `first_row` of the tensor."""
+    """The sum over words (N,), the first of which begins row `first_row` of the tensor."""
     within = _coefficients(_ROW, words.device)
-    n_rows, rest = divmod(words.numel(), _ROW)
+    n_rows, n_last = divmod(words.numel(), _ROW)
     of_rows = _coefficients(-(-(first_row + n_rows + 1) // 1024) * 1024, words.device)[first_row:]
     total = 0
     if n_rows:
         total += int((_row_sums(words[: n_rows * _ROW].view(n_rows, _ROW), within) * of_rows[:n_rows]).sum())
-    if rest:
-        total += int((words[n_rows * _ROW :] * within[:rest]).sum() * of_rows[n_rows])
+    if n_last:
+        total += int((words[n_rows * _ROW :] * within[:n_last]).sum() * of_rows[n_rows])
     return total
 
 
@@ -211,19 +213,19 @@ def _row_sums(rows: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def _row_sums_in_blocks(rows: Tensor, coefficients: Tensor) -> Tensor:
-    """The same where there is no integer matrix product, as on graphics cards."""
+    """The same for devices without an integer matrix product, such as GPUs."""
     step = max(1, _BLOCK // rows.shape[1])
     return torch.cat([(piece * coefficients).sum(1) for piece in torch.split(rows, step)])
 
 
 @functools.lru_cache(maxsize=16)
 def _coefficients(count: int, device: torch.device) -> Tensor:
-    """(count,) odd numbers of 64 bits that look random."""
+    """(count,) pseudo-random odd 64-bit numbers."""
     return _mixed(torch.arange(1, count + 1, device=device)) | 1
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """A bijection of 64-bit integers that scatters their bits.
+    """A bijection of 64-bit integers that mixes their bits.
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators" (the finaliser of SplitMix64).
     """

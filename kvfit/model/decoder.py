@@ -1,4 +1,4 @@
-"""The decoder inside a loaded model: its configuration, its layers by name, and where their weights are."""
+"""The decoder of a loaded model: its configuration, its layers by name, and the devices that hold their weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kvfit.errors import UnsupportedModelError
 
-# Families call their list of layers one of these; parts for images and sound have lists of the same name.
+# The list of decoder layers has one of these names in every family. Vision and audio parts use the same names for theirs.
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)(.*)")
 _OTHER_PART = re.compile(r"vision|visual|image|audio|encoder")
 
 
 def unwrapped(model: Any) -> Any:
-    """The module behind `torch.compile`'s wrapper; any other model as it is."""
+    """The module inside `torch.compile`'s wrapper; any other model as it is."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -26,7 +26,7 @@ def text_config(model: Any) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """A value of a configuration, None where it has none, or where it differs between layers and raises when asked for."""
+    """A value of a configuration; None if it is missing, or if it differs between layers, in which case reading it raises."""
     try:
         return getattr(config, name, None)
     except Exception:
@@ -34,15 +34,15 @@ def setting(config: Any, name: str) -> Any:
 
 
 def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
-    """Per decoder layer, the number of key/value heads and their size, as the configuration says and the projection confirms.
+    """Per decoder layer, the number of key/value heads and their size, where the size of the key projection confirms them.
 
-    Left out are layers whose keys come from a fused or a latent projection, and layers of another size.
+    Layers with a fused or latent key projection, or with a projection of another size, are left out.
     """
-    values = text_config(model).to_dict()  # asking for an attribute that differs between layers raises errors of its own
+    values = text_config(model).to_dict()  # reading an attribute that differs between layers would raise
     heads, head_dim = values.get("num_key_value_heads"), values.get("head_dim")
     if not isinstance(heads, int):
         return {}
-    if not isinstance(head_dim, int):  # families that leave it out compute it so
+    if not isinstance(head_dim, int):  # families that leave it out compute it this way
         width, n_query = values.get("hidden_size"), values.get("num_attention_heads")
         if not isinstance(width, int) or not isinstance(n_query, int):
             return {}
@@ -56,9 +56,9 @@ def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
 
 
 def decoder_parameters(model: Any) -> int:
-    """Weights of the decoder layers that one token is multiplied with; of a mixture's experts, the share that a token uses.
+    """Decoder weights that one token is multiplied with. Of a mixture's experts, the share that a token uses counts.
 
-    Embedding and output head are apart: a prefill looks up the one and needs the other for its last token only.
+    The embedding and the output head do not count: a prefill only looks up the one and needs the other for its last token.
     """
     config = text_config(model)
     experts = next(
@@ -78,16 +78,16 @@ def family(model: Any) -> str:
 
 
 def layer_path(path: str) -> tuple[int, str] | None:
-    """Decoder layer number and remaining path of a module's or weight's name; None for what is outside the layers."""
+    """The decoder layer and the rest of the path of a module's or weight's name; None for a name outside the layers."""
     found = _LAYER.search(path)
     return None if found is None or _OTHER_PART.search(path) else (int(found[1]), found[2])
 
 
 def loaded_tensor(model: Any, module: Any, name: str) -> Tensor:
-    """A parameter or buffer; where accelerate offloaded it, the copy that it keeps.
+    """A parameter or buffer; the copy that accelerate keeps, if it was offloaded.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: the tensor is on the meta device and there is no copy.
     """
     tensor: Tensor = getattr(module, name)
     if not tensor.is_meta:
@@ -102,13 +102,13 @@ def loaded_tensor(model: Any, module: Any, name: str) -> Tensor:
 
 
 def layer_devices(model: Any, n_layers: int) -> list[torch.device]:
-    """The device that each decoder layer runs on; the model's own for layers that cannot be found by name."""
+    """The device that each decoder layer runs on; the CPU if no layer can be found by name."""
     found = [running_device(model, path, name) for path, name in layer_parameters(model, n_layers)]
     return found or [torch.device("cpu")] * n_layers
 
 
 def layer_parameters(model: Any, n_layers: int) -> list[tuple[str, str]]:
-    """One parameter of each decoder layer, as the path of its module and its name; [] where no layer is found by name."""
+    """One parameter of each decoder layer, as the path of its module and its name; [] if no layer can be found by name."""
     found: dict[int, tuple[str, str]] = {}
     for path, module in unwrapped(model).named_modules():
         place = layer_path(path)
@@ -122,14 +122,14 @@ def layer_parameters(model: Any, n_layers: int) -> list[tuple[str, str]]:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model wants its input ids: where its first layer runs, also where accelerate spread or offloaded the model."""
+    """The device for a model's input ids: the one that its first layer runs on, also if accelerate has offloaded that layer."""
     return layer_devices(model, 1)[0]
 
 
 def some_tokens(model: Any, count: int) -> Tensor:
-    """A few token ids (count,), distinct where the vocabulary allows, on the model's input device.
+    """A few token ids (count,), distinct if the vocabulary is large enough, on the model's input device.
 
-    Away from the ends of the vocabulary, where special tokens are.
+    They lie away from the ends of the vocabulary, where special tokens are.
     """
     vocabulary = int(text_config(model).vocab_size)
     return (torch.arange(count, device=input_device(model)) * 5 + vocabulary // 3) % vocabulary
@@ -139,10 +139,10 @@ def running_device(model: Any, path: str, name: str) -> torch.device:
     """The device that a module of a model runs on; `name` is one of its parameters.
 
     Raises:
-        AttributeError: the model has no such module or parameter any more.
+        AttributeError: the model no longer has this module or parameter.
     """
     module = unwrapped(model).get_submodule(path)
-    for hook in _hooks(module):  # an offloaded weight is elsewhere until its layer runs
+    for hook in _hooks(module):  # an offloaded weight is on another device until its layer runs
         execution = getattr(hook, "execution_device", None)
         if execution is not None:
             return torch.device(execution)

@@ -17,9 +17,10 @@ from kvfit.model.decoder import family, layer_path, loaded_tensor, unwrapped
 
 _SAMPLES = 64
 _MIXTURE = re.compile(r"expert|moe|router|(^|\.)gate$")
-_DECIMALS = 9  # significant digits of a configured number; more than any file carries, fewer than a float32 invents
+_DECIMALS = 9  # significant digits of a configured number: more than any file has, fewer than a float32 makes up
 
-# Encoded to tell tokenizers apart that share a vocabulary: merges, normalisation, spaces, digits, scripts, composed accents.
+# Tokenizers that share a vocabulary encode this text differently if their merges, normalisation, or treatment of spaces,
+# digits, scripts or accents differ.
 _TEXT = (
     "The quick brown fox jumps over the lazy dog. Été été, naïve coöperation; “quoted” — it's\n\n"
     "\tdef run(self, *args):\n        return {k: v for k, v in args}  # 3.14159, 1,234,567 and 0x7fff\r\n"
@@ -30,7 +31,7 @@ _TEXT = (
 
 
 def quantisation(config: Any) -> str | None:
-    """Name of the quantisation method of a model, None for none."""
+    """Name of a model's quantisation method; None if it is not quantised."""
     found = getattr(config, "quantization_config", None)
     if found is None:
         return None
@@ -39,15 +40,15 @@ def quantisation(config: Any) -> str | None:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Digest (SHA-256) of the token-to-id map. Padding of the embedding matrix beyond the tokenizer does not enter."""
+    """Digest (SHA-256) of the token-to-id map, which does not depend on how far the embedding matrix is padded."""
     tokens = sorted((int(number), str(token)) for token, number in tokenizer.get_vocab().items())
     return digest(tokens)
 
 
 def tokenization_digest(tokenizer: Any) -> str | None:
-    """Digest (SHA-256) of the ids that a fixed text is encoded to, without special tokens; None where nothing encodes.
+    """Digest (SHA-256) of the ids that a fixed text is encoded to, without special tokens; None if the tokenizer cannot encode.
 
-    Two tokenizers with one vocabulary and other merges, or another normaliser, give other ids.
+    Two tokenizers with the same vocabulary but different merges or normalisers give different ids.
     """
     if not callable(getattr(tokenizer, "encode", None)):
         return None
@@ -55,16 +56,17 @@ def tokenization_digest(tokenizer: Any) -> str | None:
 
 
 def id_count(tokenizer: Any) -> int:
-    """One more than the largest id that a tokenizer can give."""
+    """One more than the largest id that a tokenizer can produce."""
     return max((int(number) for number in tokenizer.get_vocab().values()), default=-1) + 1
 
 
 def weight_fingerprint(model: Any) -> str:
     """Digest (SHA-256) of fixed, evenly spread slices of the decoder's weights, each rounded to bfloat16.
 
-    64 numbers of every parameter of every decoder layer (key and value projections, fused ones included, queries, norms, MLPs)
-    and of the input embedding; experts and their router are left out, as their layout differs between versions. Rounding first
-    makes a bfloat16 and a float32 load of one checkpoint agree; a float16 load of a bfloat16 one loses bits and does not.
+    It covers 64 numbers of every parameter of every decoder layer (key and value projections, fused or not, queries, norms,
+    MLPs) and of the input embedding. Experts and their router are left out, because their layout differs between versions.
+    Because of the rounding, a bfloat16 and a float32 load of one checkpoint agree. A float16 load of a bfloat16 checkpoint
+    loses bits and does not agree.
 
     Raises:
         UnsupportedModelError: the weights are not in memory (meta device, offloaded to disk).
@@ -74,11 +76,11 @@ def weight_fingerprint(model: Any) -> str:
     for tensor in _weights(model):
         flat = plain(model, tensor, "a weight").reshape(-1)
         step = max(1, flat.numel() // _SAMPLES)
-        step -= step % 2 == 0  # an even step would stay in one column of a matrix
+        step -= step % 2 == 0  # an even step would sample few columns of a matrix
         sample = flat[::step][:_SAMPLES]
         parts.append(sample.to(torch.bfloat16).view(torch.int16) if tensor.is_floating_point() else sample.to(torch.int16))
     digest = hashlib.sha256()
-    # One copy per device instead of one per weight.
+    # One transfer per device instead of one per weight.
     by_device: dict[torch.device, list[int]] = {}
     for index, part in enumerate(parts):
         by_device.setdefault(part.device, []).append(index)
@@ -93,7 +95,7 @@ def weight_fingerprint(model: Any) -> str:
 
 
 def _weights(model: Any) -> Iterator[Tensor]:
-    """Embedding and decoder layers' tensors, in an order that does not depend on the prefix of their names."""
+    """The tensors of the embedding and the decoder layers, in an order that does not depend on the prefixes of their names."""
     yield loaded_tensor(model, model.get_input_embeddings(), "weight")
     layers: dict[int, list[tuple[str, Any, str]]] = {}
     for path, module in model.named_modules():
@@ -101,7 +103,7 @@ def _weights(model: Any) -> Iterator[Tensor]:
         if found is None or _MIXTURE.search(path):
             continue
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            # Quantised weights are buffers. Causal masks and frequencies are buffers too, but not weights.
+            # Quantised weights are buffers. Causal masks and rotary frequencies are buffers as well, but not weights.
             if tensor is not None and tensor.numel() > 1 and tensor.dtype != torch.bool and "inv_freq" not in name:
                 layers.setdefault(found[0], []).append((f"{found[1]}.{name}", module, name))
     if not layers:
@@ -111,8 +113,8 @@ def _weights(model: Any) -> Iterator[Tensor]:
             yield loaded_tensor(model, module, name)
 
 
-# Values that change the arithmetic, by the words in their names. The rest (token ids, dropout, initialisation, longest
-# position, generation, file versions) leaves keys and values alone, and differs between versions of transformers.
+# Settings that change the arithmetic, by the words in their names. All others (token ids, dropout, initialisation, longest
+# position, generation, file versions) do not affect keys and values, and differ between versions of transformers.
 _MATTERS = re.compile(
     r"hidden|intermediate|num_.*(layers|heads|groups|experts)|head_dim|eps|activation|_act(_fn)?$|bias|scal|multiplier|softcap"
     r"|experts|topk|clip|lora_rank|parallel|residual|no_rope|qk_(layer)?norm|query_pre_attn|alibi"
@@ -124,9 +126,9 @@ _RENAMED = {"num_local_experts": "num_experts"}
 def config_digest(config: Any) -> str:
     """Digest (SHA-256) of the configuration values that change what the model computes.
 
-    Not in it: names, versions, dtype, token ids, dropout, the padded size of the vocabulary, and what `ModelSpec` records in
-    fields of its own: rotary parameters and windows. Values that are None or False are left out, so that a version of
-    transformers that adds an option which is off does not change the digest; whole numbers and fractions are written alike.
+    It leaves out names, versions, dtype, token ids, dropout, the padded size of the vocabulary, and what `ModelSpec` has fields
+    for: rotary parameters and windows. It also leaves out values that are None or False, so that the digest stays the same
+    when a version of transformers adds an option that is off. An integer and a float of the same value are written alike.
     """
     config = config.get_text_config(decoder=True)
     values = config.to_dict()
@@ -136,7 +138,7 @@ def config_digest(config: Any) -> str:
             kept[_RENAMED.get(name, name)] = _plain(value)
     heads = values.get("num_attention_heads")
     if "head_dim" not in kept and isinstance(heads, int) and isinstance(values.get("hidden_size"), int):
-        kept["head_dim"] = _plain(values["hidden_size"] // heads)  # what every family does that leaves it out
+        kept["head_dim"] = _plain(values["hidden_size"] // heads)  # every family that leaves it out computes it this way
     return digest(kept)
 
 

@@ -1,9 +1,9 @@
 """The keys and values of a model's first layer, for every token, without attention.
 
 In a decoder the first layer's keys and values are a function of the token and its position alone: the embedding, a norm, a
-projection, the rotary embedding. So they can be had for a whole prompt at about the cost of one projection. The model's own
-code computes them: each token runs as a sequence of its own, and the pass stops as soon as the first layer hands its keys and
-values to the cache. That holds for fused projections, key norms, learned positions and every other variation of a family.
+projection, the rotary embedding. So computing them for a whole prompt costs about as much as one projection. The model's own
+code computes them: each token runs as a sequence of its own, and the pass stops as soon as the first layer passes its keys and
+values to the cache. So fused projections, key norms, learned positions and every other variation of a family are covered.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _FAR_POSITION = 1031
 
 
 class _FirstLayerDone(BaseException):
-    """Ends a pass after the first layer's keys and values. No `Exception`, so that no model code can swallow it."""
+    """Ends a pass after the first layer's keys and values. It is not an `Exception`, so that no model code can swallow it."""
 
 
 @torch.no_grad()
 def first_layer(
     model: Any, input_ids: Tensor, position_ids: Tensor | None = None, *, chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of layer 0, as a prefill of the model would cache them.
+    """The keys and values that a prefill would cache in layer 0.
 
     Args:
-        model: a causal language model of transformers, on any devices. `check_first_layer` says whether it qualifies.
+        model: a causal language model of transformers, on any devices, that passes `check_first_layer`.
         input_ids: (B, T) token ids; padding may be any valid id.
-        position_ids: (B, T) or (1, T), the position of each token; 0 to T - 1 when not given. Left-padded batches need it.
-        chunk_tokens: tokens computed at a time; bounds the memory.
+        position_ids: (B, T) or (1, T), the position of each token; 0 to T - 1 by default. Left-padded batches need it.
+        chunk_tokens: number of tokens computed at a time, which bounds the memory.
 
     Returns:
         Keys (rotated, if the layer rotates) and values, each (B, H, T, D), on the device and in the dtype of layer 0.
 
     Raises:
         MismatchError: `input_ids` or `position_ids` have the wrong shape.
-        UnsupportedModelError: layer 0 owns no cache.
+        UnsupportedModelError: layer 0 has no keys and values of its own.
     """
     if input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise MismatchError(f"input_ids: found shape {tuple(input_ids.shape)}, needed (B, T) with at least one token")
@@ -69,15 +69,14 @@ def first_layer(
 
 @torch.no_grad()
 def check_first_layer(model: Any) -> None:
-    """Compare `first_layer` with a full pass over a few tokens, far from position 0.
-
-    Costs one pass over 16 tokens.
+    """Compare `first_layer` with a full pass over a few tokens, far from position 0. This costs one pass over 16 tokens.
 
     Args:
         model: a causal language model of transformers.
 
     Raises:
-        UnsupportedModelError: layer 0 owns no cache, or its keys and values depend on more than the token and its position.
+        UnsupportedModelError: layer 0 has no keys and values of its own, or they depend on more than the token and its
+            position.
     """
     config = text_config(model)
     longest = setting(config, "max_position_embeddings")
@@ -97,7 +96,7 @@ def check_first_layer(model: Any) -> None:
         caches.forward(model, input_ids, caches.recording_cache(on_update, model), position_ids=accepted, logits_to_keep=1)
     except KvfitError:
         raise
-    except Exception as error:  # whatever a model's own code raises is the reason why it does not qualify
+    except Exception as error:  # the model's own code failed, which is why the model does not qualify
         raise refusal(model, 0, f"a pass over {_N_TOKENS} tokens failed: {type(error).__name__}: {error}") from error
     if len(cached) != 1:
         raise refusal(model, 0, f"the layer cached {len(cached)} times in one pass")
@@ -131,11 +130,11 @@ def _pass(model: Any, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor
 
 
 def _takes_positions(model: Any) -> bool:
-    """Families with ALiBi take no positions: their keys do not depend on them."""
+    """Whether the model's `forward` takes positions. Families with ALiBi do not, because their keys do not depend on them."""
     return "position_ids" in inspect.signature(unwrapped(model).forward).parameters
 
 
 def _equal_to_rounding(found: Tensor, wanted: Tensor) -> bool:
-    """Whether two results of the same arithmetic in another order agree: each token's error against its largest feature."""
+    """Whether two results of the same arithmetic in different orders agree, relative to each token's largest feature."""
     allowed = 16 * torch.finfo(wanted.dtype).eps * wanted.float().abs().amax((1, 3), keepdim=True)
     return bool(((found.float() - wanted.float()).abs() <= allowed).all())

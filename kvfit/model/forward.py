@@ -1,4 +1,4 @@
-"""Running a model on new tokens on top of a cache."""
+"""Run a model on the tokens that follow a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvfit.model.reading import cache_length
 
 
 def cache_argument(model: Any) -> str:
-    """Name of the argument (and output field) that takes the cache: ``cache`` or ``past_key_values``.
+    """Name of the argument, and of the output field, for the cache: ``cache`` or ``past_key_values``.
 
     Raises:
         UnsupportedModelError: `forward` takes neither.
@@ -39,23 +39,24 @@ def forward(
     logits_to_keep: int | None = None,
     base: bool = False,
 ) -> Tensor:
-    """Run a model on new tokens on top of a cache, which grows by them.
+    """Run a model on the tokens that follow a cache, and append their keys and values to it.
 
     Args:
         model: a causal language model.
         input_ids: (B, T_new), the tokens that the cache does not hold.
-        cache: a transformers cache; changed in place.
-        position_ids: (B, T_new). Needed by left-padded batches, where it is derived from the mask when it is not given,
-            because `forward` of transformers does not.
-        attention_mask: (B, T_cache + T_new), ones for real tokens; None for all ones.
-        logits_to_keep: logits of this many last tokens only; None for all.
-        base: leave out the language-model head.
+        cache: a transformers cache; it grows in place.
+        position_ids: (B, T_new). For a left-padded batch they are derived from the mask by default, because transformers'
+            own `forward` does not derive them.
+        attention_mask: (B, T_cache + T_new), 1 for real tokens; None if all are.
+        logits_to_keep: return logits of this many last tokens only; None for all.
+        base: skip the language-model head.
 
     Returns:
         (B, T_new or `logits_to_keep`, vocabulary) logits, or with `base` the (B, T_new, hidden) last hidden state.
 
     Raises:
-        MismatchError: the mask or the positions do not fit; transformers would give wrong numbers without an error.
+        MismatchError: the mask or the positions have the wrong shape, with which transformers would silently compute wrong
+            numbers.
     """
     batch, n_new = input_ids.shape
     total = cache_length(cache) + n_new
@@ -85,7 +86,7 @@ def forward(
 
 
 def base_model(model: Any) -> Any:
-    """The model without its language-model head; some versions give the whole model as its own `base_model`."""
+    """The model without its language-model head. In some versions a model's `base_model` is the model itself."""
     inner = unwrapped(model)
     for name in ("base_model", "model", "transformer", "language_model"):
         base = getattr(inner, name, None)

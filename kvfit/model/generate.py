@@ -1,9 +1,9 @@
-"""Generation on top of a cache that already holds the beginning of the prompt, alike on every version of transformers.
+"""Generate from a prompt whose first tokens are cached, in the same way on every version of transformers.
 
-`generate` of transformers was made for a cache that it builds itself. Given one from elsewhere, it goes wrong without an error
-where a setting says otherwise (``use_cache: false``), where a mode of decoding forgets that part of the prompt is cached
-(assisted decoding), and where the batch grows after the cache was filled (beams, several sequences). This module settles all of
-that, and checks before each pass that cached and new tokens are exactly the tokens of the mask.
+Transformers' own `generate` expects a cache that it has built itself. With another cache it goes wrong without an error if a
+setting turns the cache off (``use_cache: false``), if the decoding mode ignores that part of the prompt is cached (assisted
+decoding), or if the batch grows after the cache was filled (beams, several sequences). This module handles these cases, and
+checks before each pass that the cached and the new tokens together are exactly the tokens of the mask.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exi
 
 
 def generate(model: Any, input_ids: Tensor, cache: Any, /, *, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-    """Continue a prompt whose first tokens are cached: what ``model.generate`` gives for the whole prompt, token for token.
+    """Continue a prompt whose first tokens are cached. The result is what ``model.generate`` gives for the whole prompt.
 
-    Works for greedy search, sampling, beams, several sequences per prompt, logits processors such as a repetition penalty, and
-    assisted decoding. The cache is always used, whatever the model's configurations say.
+    This works for greedy search, sampling, beams, several sequences per prompt, logits processors such as a repetition penalty,
+    and assisted decoding. The cache is used even if the model's configuration turns caching off.
 
     Args:
         model: a causal language model.
         input_ids: (B, S), the whole prompt, cached tokens included.
         cache: a transformers cache of at most S - 1 tokens. It grows in place; with n beams or sequences per prompt its batch
             also becomes n times as large.
-        attention_mask: (B, S), 0 on the padding of a left-padded batch; all ones when not given.
-        **kwargs: for ``model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ``generation_config``, ...
+        attention_mask: (B, S), 0 on the padding of a left-padded batch; all ones by default.
+        **kwargs: arguments of ``model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ``generation_config``, ...
 
     Returns:
-        What ``model.generate`` returns: prompt and new tokens, (B * sequences, S + new), or its output object.
+        The result of ``model.generate``: prompt and new tokens, (B * sequences, S + new), or its output object.
 
     Raises:
-        MismatchError: the cache is another model's or holds the whole prompt; shapes do not agree; or an argument asks for
-            another cache. Nothing has changed then.
-        UnsupportedModelError: the model does not generate.
+        MismatchError: the cache was filled by another model or holds the whole prompt; shapes do not agree; or an argument asks
+            for another cache. Nothing has changed then.
+        UnsupportedModelError: the model cannot generate.
     """
     model = unwrapped(model)
     _check(model, input_ids, cache, kwargs)
@@ -63,13 +63,13 @@ def generate(model: Any, input_ids: Tensor, cache: Any, /, *, attention_mask: Te
         )
     if copies > 1:
         cache.batch_repeat_interleave(copies)
-    # Compiled passes belong to the model object itself, which would compile anew for every copy.
+    # Compiled passes belong to the model object, so a copy of it would have to compile again.
     runner = model if compiled else _checked(model, cache, chunked=_of(model, kwargs, "prefill_chunk_size") is not None)
     return runner.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache}, **settings)
 
 
 def _check(model: Any, input_ids: Any, cache: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse what cannot be continued, before anything changes."""
+    """Refuse a prompt or a cache that cannot be continued, before anything changes."""
     if not callable(getattr(model, "generate", None)):
         raise UnsupportedModelError(f"{family(model)}: found no generate, needed a causal language model with its head")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
@@ -102,7 +102,7 @@ def _check(model: Any, input_ids: Any, cache: Any, kwargs: dict[str, Any]) -> No
 
 
 def _forced_settings(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The caller's settings, with the cache on and no cache of another kind, whatever the model's own configuration says."""
+    """The caller's settings, with the cache on, and without the kind of cache that the model's own configuration asks for."""
     settings: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in _FOREIGN}
     settings["use_cache"] = True
     if getattr(model.generation_config, "cache_implementation", None) is not None:
@@ -111,7 +111,7 @@ def _forced_settings(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of(model: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A setting as `generate` will find it: the argument, else the configuration given, else the model's own."""
+    """A setting as `generate` resolves it: from the arguments, else from `generation_config`, else from the model."""
     if kwargs.get(name) is not None:
         return kwargs[name]
     own, given = getattr(model.generation_config, name, None), kwargs.get("generation_config")
@@ -123,9 +123,9 @@ def _of(model: Any, kwargs: dict[str, Any], name: str) -> Any:
 
 
 def _checked(model: Any, cache: Any, *, chunked: bool) -> Any:
-    """A second handle on the model whose passes get exactly the tokens that the cache lacks.
+    """A shallow copy of the model whose passes get exactly the tokens that the cache lacks.
 
-    A shallow copy shares every layer and weight, so the model itself stays as it is, for other threads too.
+    The copy shares every layer and weight. The model itself stays unchanged, also for other threads.
     """
     runner = copy.copy(model)
     argument = cache_argument(model)
@@ -143,14 +143,14 @@ def _checked(model: Any, cache: Any, *, chunked: bool) -> Any:
 
 
 def _keep_new_tokens(inputs: dict[str, Any], held: int, total: int) -> None:
-    """Cut the inputs of one pass down to the tokens that are not cached.
+    """Remove the tokens that are cached from the inputs of one pass.
 
     Args:
-        inputs: arguments of `forward`; changed.
-        held: tokens in the cache.
-        total: tokens of the mask, cached and new.
+        inputs: arguments of `forward`; changed in place.
+        held: number of tokens in the cache.
+        total: number of tokens of the mask, cached and new.
 
-    Raises:
+        Raises:
         MismatchError: the cache and the tokens to run do not add up to the mask, so the pass would be silently wrong.
     """
     found, needed = inputs["input_ids"].shape[1], total - held

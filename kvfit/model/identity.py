@@ -1,4 +1,4 @@
-"""Which model this is: the `ModelSpec` of a loaded model, and the check of a loaded model against a spec."""
+"""Tell which model this is: describe a loaded model as a `ModelSpec`, and check a loaded model against one."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _DIGEST = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
 
 
 def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None) -> ModelSpec:
-    """The spec of a loaded model. Its rotary embedding is proved on two short passes, its weights are read once.
+    """The spec of a loaded model. Two short passes verify its rotary embedding; its weights are read once.
 
     Args:
         model: a causal language model of transformers, neither compiled nor wrapped.
         tokenizer: its tokenizer.
-        ref: what to call it: ``org/name``, ``demo:source`` or the name of a folder.
-        revision: commit hash, None for what has none.
+        ref: the model's ref: ``org/name``, ``demo:source`` or the name of a folder.
+        revision: commit hash, None if it has none.
 
     Raises:
-        UnsupportedModelError: the model cannot be described or proved right; names family, layer and reason.
+        UnsupportedModelError: the model cannot be described or verified; names family, layer and reason.
         MismatchError: forward hooks change what the model computes, or dropout is active.
     """
     refuse_interference(model, ref)
@@ -64,20 +64,20 @@ def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None
 
 
 def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
-    """Refuse a model in which anything that runs differs from what a spec describes.
+    """Refuse a model that differs from a spec in anything that affects its forward pass.
 
-    Cheap and telling fields come first: family, geometry, rotary tables, configuration, quantisation. Then every weight is read
-    once, where it lies. Nothing is run, unless the model carries forward hooks: then two passes over a few tokens tell whether
-    they change anything.
+    Cheap and informative fields come first: family, geometry, rotary tables, configuration, quantisation. Then every weight is
+    read once, on its own device. The model is not run, unless it carries forward hooks; then two passes over a few tokens show
+    whether they change anything.
 
     Args:
-        spec: what was recorded when the map was fitted. One without `content` is checked by a sample of the weights.
-        model: the loaded model; `torch.compile`'s wrapper is seen through.
-        tokenizer: checked too where given.
+        spec: the spec recorded when the map was fitted. If it has no `content`, a sample of the weights is checked.
+        model: the loaded model; may be wrapped by `torch.compile`.
+        tokenizer: the loaded tokenizer, to check it too; None not to.
 
     Raises:
-        MismatchError: names the field.
-        UnsupportedModelError: the weights are not in memory, or quantised into tensors of another kind.
+        MismatchError: the model differs; names the field.
+        UnsupportedModelError: the weights are not in memory, or are stored in a quantised tensor type.
     """
     require_model(model, f"model for {spec.ref}")
     model = unwrapped(model)
@@ -102,10 +102,10 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
 
 
 def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
-    """Refuse a tokenizer that is not the one of the model that a spec describes, by its vocabulary or by what it does to text.
+    """Refuse a tokenizer other than that of the model in a spec. Its vocabulary and its encoding of a fixed text are compared.
 
     Raises:
-        MismatchError: it is another, or none.
+        MismatchError: it differs, or is not a tokenizer.
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise MismatchError(
@@ -120,7 +120,7 @@ def require_model(model: Any, name: str) -> None:
     """Refuse an argument that is not a loaded transformers model, such as a model's name.
 
     Raises:
-        MismatchError: says what it is.
+        MismatchError: it is something else; says what.
     """
     inner = unwrapped(model)
     if not isinstance(inner, torch.nn.Module) or not hasattr(inner, "config"):
@@ -130,10 +130,10 @@ def require_model(model: Any, name: str) -> None:
 
 
 def refuse_interference(model: Any, ref: str) -> None:
-    """Refuse what changes a forward pass without changing a weight: adapters, forward hooks, dropout.
+    """Refuse a model with adapters, forward hooks or dropout, which change a forward pass without changing a weight.
 
     Raises:
-        MismatchError: names the module.
+        MismatchError: the model has one of them; names the module.
     """
     adapted = adapted_module(model)
     if adapted is not None:
@@ -150,7 +150,7 @@ def refuse_interference(model: Any, ref: str) -> None:
 def _check_tables(spec: ModelSpec, model: Any) -> None:
     tables = rotary_tables(model)
     for index, table in enumerate(spec.rope.tables):
-        magnitudes = tuple(map(abs, table.inverse_frequencies))  # negated where the model turns the other way
+        magnitudes = tuple(map(abs, table.inverse_frequencies))  # negative if the model rotates the other way
         if (magnitudes, table.attention_scaling) in tables:
             continue
         cast = frequency_dtype(model)
@@ -166,7 +166,7 @@ def _check_tables(spec: ModelSpec, model: Any) -> None:
 
 
 def _check_content(spec: ModelSpec, content: Content, model: Any) -> None:
-    """Compare every weight: bit for bit in the dtype of the fit, rounded to bfloat16 in another."""
+    """Compare every weight: bit for bit if the dtype is that of the fit, else rounded to bfloat16."""
     same_dtype = dtype_name(caches.cache_dtype(model)) == spec.dtype
     found = part_digests(model, content.n_ids, rounding=not same_dtype)
     needed = content.bits if same_dtype else content.rounded
@@ -184,7 +184,7 @@ def _check_content(spec: ModelSpec, content: Content, model: Any) -> None:
 
 
 def _named(indices: list[int], count: int) -> str:
-    """Parts of `Content.bits` in words."""
+    """Names of some parts of `Content.bits`, for an error message."""
     layers = [index - 1 for index in indices if 0 < index < count - 1]
     words = ["the input embedding"] if 0 in indices else []
     if layers:
@@ -199,7 +199,7 @@ def _compare(spec: ModelSpec, field: str, needed: object, found: object) -> None
         ref = _pinned(spec)
         advice = {
             "tokenizer_fingerprint": f"use the tokenizer of {ref}",
-            "tokenization_digest": f"use the tokenizer of {ref}; this one has its vocabulary but cuts text in another way",
+            "tokenization_digest": f"use the tokenizer of {ref}; this one has its vocabulary but splits text differently",
             "weight_fingerprint": f"load the weights of {ref} (not in float16 if they are bfloat16), or fit a mapper for these",
             "content.derived": f"load {ref} with from_pretrained and leave its modules' constants and buffers as they are",
         }.get(field, f"load {ref} with its own configuration, or fit a mapper for this model")
@@ -213,7 +213,7 @@ def _pinned(spec: ModelSpec) -> str:
 
 
 def _short(value: object) -> str:
-    """The first digits of a digest, which are enough to tell two apart."""
+    """A value for an error message; of a digest only the first digits, which are enough to tell two apart."""
     return value[:12] if isinstance(value, str) and _DIGEST.fullmatch(value) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""What changes a model's forward pass without changing a weight: adapters, forward hooks, dropout."""
+"""Find adapters, forward hooks and dropout, which change a model's forward pass without changing a weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOCK = threading.Lock()
 
 
 def adapted_module(model: Any) -> str | None:
-    """Path of the first module that carries an adapter, None for a plain model."""
+    """Path of the first module that carries an adapter; None if none does."""
     for path, module in unwrapped(model).named_modules():
         if any(hasattr(module, part) for part in _ADAPTER_PARTS):
             return path or type(module).__name__
@@ -29,7 +29,7 @@ def adapted_module(model: Any) -> str | None:
 
 
 def active_dropout(model: Any) -> str | None:
-    """Path of the first module that drops activations at random because the model trains, None where nothing is dropped."""
+    """Path of the first module whose dropout is active because the model is in training mode; None if there is none."""
     for path, module in unwrapped(model).named_modules():
         if module.training and drops(module):
             return path or type(module).__name__
@@ -37,21 +37,21 @@ def active_dropout(model: Any) -> str | None:
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether a module drops activations when it trains."""
+    """Whether a module applies dropout in training mode."""
     rate = module.p if isinstance(module, nn.Dropout) else vars(module).get("attention_dropout", 0.0)
     return isinstance(rate, int | float) and rate > 0
 
 
 def hooked_modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Modules with forward hooks, or with a forward method of their own in place of their class's.
+    """Modules with forward hooks, or whose `forward` was replaced on the instance.
 
-    Accelerate's own way to move weights is not meant: it changes where a module runs, and not what it computes.
+    The hooks with which accelerate moves weights do not count: they change where a module runs, not what it computes.
     """
     return [(path, module) for path, module in unwrapped(model).named_modules() if interventions(module)]
 
 
 def interventions(module: nn.Module) -> tuple[int, ...]:
-    """Identities of everything that was put around a module's forward pass; empty for a plain module."""
+    """The ids of all hooks and replacements around a module's forward pass; empty for a plain module."""
     own = vars(module)
     found = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     if "forward" in own and "_hf_hook" not in own:
@@ -60,13 +60,13 @@ def interventions(module: nn.Module) -> tuple[int, ...]:
 
 
 def check_hooks(model: Any, ref: str) -> None:
-    """Refuse forward hooks that change what a model computes. Hooks that only look on are fine.
+    """Refuse forward hooks that change what a model computes. Hooks that only observe are fine.
 
-    Runs nothing where there are none; else two passes over a few tokens, with and without them. Other threads that run the
-    model meanwhile run it without its hooks.
+    If there are hooks, the model runs a few tokens with them and without them. Other threads that run the model during the
+    second pass run it without its hooks.
 
     Raises:
-        MismatchError: names the hooked modules.
+        MismatchError: hooks change activations; names the hooked modules.
     """
     hooked = hooked_modules(model)
     if not hooked:
@@ -93,7 +93,7 @@ def _activations(model: Any) -> list[Tensor]:
 
 @contextmanager
 def _lifted(modules: list[nn.Module]) -> Iterator[None]:
-    """Take all hooks off some modules, and put them back in the end."""
+    """Take all hooks off some modules, and put them back at the end."""
     names = ("_forward_pre_hooks", "_forward_hooks", "forward")
     saved = [{name: vars(module)[name] for name in names if name in vars(module)} for module in modules]
     try:

@@ -1,4 +1,4 @@
-"""Ids that stand for an image, a sound or a video. What they mean is not in the ids, so ids alone cannot be run."""
+"""Find token ids that stand for an image, a sound or a video. The ids do not contain it, so a model cannot run them alone."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvfit.model.decoder import unwrapped
 
 _MEDIUM = re.compile(r"(^|_)(image|img|video|audio|speech|sound|vision|visual|media)(_|$)")
 _TOKEN = re.compile(r"_token(s)?_(id|ids|index)$")
-# Tokens around the placeholders are ordinary tokens with an embedding of their own.
+# The tokens before and after the placeholders are ordinary tokens with an embedding of their own.
 _DELIMITER = re.compile(r"_(start|end|begin|bos|eos)(_|$)")
 
 
 def placeholder_ids(config: Any) -> frozenset[int]:
     """The token ids that a configuration names as placeholders for pixels or sound; empty for a text model.
 
-    A model replaces the embeddings of these positions by what its vision or audio part made. Run as words they give keys and
-    values that have nothing to do with what the conversation's first model saw.
+    A model replaces the embeddings at these positions by the output of its vision or audio part. Run as ordinary tokens, they
+    would give keys and values that have nothing to do with what the first model of the conversation saw.
 
     Args:
-        config: of a transformers model, the outer configuration of a multimodal one.
+        config: configuration of a transformers model; the outer one of a multimodal model.
     """
     values = dict(config.to_dict())
     text = config.get_text_config(decoder=True)
@@ -39,23 +39,23 @@ def placeholder_ids(config: Any) -> frozenset[int]:
 
 
 class Placeholders:
-    """The placeholders of one conversation.
+    """The placeholders in the prompt of one conversation.
 
     Attributes:
-        found: (B, S), true on placeholders; None for a text model.
+        found: (B, S), true at placeholders; None for a text model.
     """
 
     def __init__(self, model: Any, input_ids: Tensor) -> None:
-        """Look for the model's placeholders in ids (B, S)."""
+        """Find the model's placeholders in token ids (B, S)."""
         ids = sorted(placeholder_ids(unwrapped(model).config))
         self._input_ids = input_ids
         self.found = torch.isin(input_ids, torch.tensor(ids, device=input_ids.device)) if ids else None
 
     def refuse(self, start: int, stop: int, chosen: Tensor | None = None) -> None:
-        """Refuse placeholders among the tokens start to stop - 1, or among those of them where `chosen` (B, S) is true.
+        """Refuse placeholders among the tokens start to stop - 1; with `chosen` (B, S), only among those where it is true.
 
         Raises:
-            MismatchError: names the first one.
+            MismatchError: there is one; names the first.
         """
         if self.found is None:
             return

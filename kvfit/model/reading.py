@@ -1,4 +1,4 @@
-"""Reading a KV cache of transformers: its keys and values, its length, the state of its layers."""
+"""Read a KV cache of transformers: its keys and values, its length, the state of its layers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Pair = tuple[Tensor, Tensor]
 
 
 def read_cache(cache: Any) -> list[Pair]:
-    """Keys and values of every layer, full length, in the cache's own memory (nothing is copied).
+    """Keys and values of every layer at full length, as views of the cache's memory.
 
     Args:
         cache: a dynamic, sliding, static or offloaded transformers cache, or a sequence of (keys, values).
 
     Returns:
-        Per layer (keys, values), each (B, H, T, D). An offloaded layer stays on the device where it lies.
+        Per layer (keys, values), each (B, H, T, D). An offloaded layer stays on its device.
 
     Raises:
-        MismatchError: the cache is empty, a layer has dropped tokens, has none, or differs in length; names the layer.
+        MismatchError: the cache is empty, or a layer has dropped tokens, has none, or differs in length; names the layer.
     """
     if isinstance(cache, Sequence) and not hasattr(cache, "layers"):
         pairs = [_plain_pair(item, index) for index, item in enumerate(cache)]
@@ -32,7 +32,7 @@ def read_cache(cache: Any) -> list[Pair]:
         pairs = [_layer_pair(layer, index) for index, layer in enumerate(cache.layers)]
     else:
         field = next((name for name in ("cache", "past_key_values") if getattr(cache, name, None) is not None), None)
-        advice = "" if field is None else f": pass its .{field}"  # what a model returns
+        advice = "" if field is None else f": pass its .{field}"  # it is the output of a model
         raise MismatchError(
             f"cache: found {type(cache).__name__}, needed a transformers Cache with layers or pairs (keys, values){advice}"
         )
@@ -87,12 +87,12 @@ def _layer_pair(layer: Any, index: int) -> Pair:
             f"cache layer {index}: found the last {stored} of {seen} tokens (sliding window), needed all of them: "
             "fill a cache made by kvfit.model.cache.full_cache() instead"
         )
-    # A static layer is as long as it may ever get; what is beyond its length is padding.
+    # A static layer has memory for all tokens that it may ever hold. What is beyond its current length is padding.
     return keys[:, :, :seen], values[:, :, :seen]
 
 
 def cache_length(cache: Any) -> int:
-    """Tokens that the cache stands for, T; those that a sliding layer has dropped count too."""
+    """T, the number of tokens that the cache has seen, with those that a sliding layer has dropped."""
     if isinstance(cache, Sequence) and not hasattr(cache, "layers"):
         return int(cache[0][0].shape[2]) if len(cache) else 0
     return int(cache.get_seq_length())
@@ -103,9 +103,9 @@ class LayerState:
     """What one layer of a cache holds.
 
     Attributes:
-        length: tokens that it stands for.
+        length: number of tokens that it has seen.
         keys: its stored keys, (B, H, T or fewer, D); None while it is empty.
-        capacity: most tokens that it can take, None for no limit.
+        capacity: the most tokens that it can hold; None for no limit.
     """
 
     length: int
@@ -114,25 +114,25 @@ class LayerState:
 
 
 def layer_states(cache: Any) -> list[LayerState]:
-    """The state of every layer of a transformers cache; layers that were never filled may be missing at the end.
+    """The state of every layer of a transformers cache. Layers at the end that were never filled may be missing.
 
     Raises:
-        MismatchError: not a transformers cache.
+        MismatchError: it is not a transformers cache.
     """
     if not hasattr(cache, "layers"):
         raise MismatchError(f"cache: found {type(cache).__name__}, needed a transformers Cache with layers")
     states = []
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
-        length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0  # a layer that uses another's keys
+        length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0  # some layers reuse the keys of another
         capacity = None if getattr(layer, "is_sliding", False) else getattr(layer, "max_cache_len", None)
         states.append(LayerState(length, keys if keys is not None and keys.dim() == 4 else None, capacity))
     return states
 
 
 def first_nonfinite(pairs: Sequence[Pair]) -> str | None:
-    """Where keys and values per layer hold NaN or infinity first, as ``keys of layer 3``; None where they are finite."""
-    # A sum is finite only where all its terms are, and takes one reading; float32 holds the sum of any float16 cache.
+    """The first layer and kind that holds NaN or infinity, as ``keys of layer 3``; None if all values are finite."""
+    # If a term is not finite, neither is the sum, which takes a single read. A float32 can hold the sum of any float16 cache.
     sums: dict[torch.device, list[Tensor]] = {}
     for pair in pairs:
         for half in pair:
@@ -143,4 +143,4 @@ def first_nonfinite(pairs: Sequence[Pair]) -> str | None:
         for kind, half in zip(("keys", "values"), pair, strict=True):
             if not bool(half.isfinite().all()):
                 return f"{kind} of layer {layer_index}"
-    return None  # finite after all, only so large that their sum is not
+    return None  # all values are finite; only their sum overflows

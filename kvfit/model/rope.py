@@ -1,12 +1,12 @@
-"""Rotating keys and taking the rotation back, from a `RopeTable` alone. What a family of models does is found in `rope_probe`.
+"""Rotate keys and undo the rotation, given a `RopeTable`. `rope_probe` finds out which table a model's layers use.
 
 A rotary embedding turns feature pairs (planes) of a key by an angle that grows with the token's position. With a_i the
 angle of plane i and s the table's attention scaling, a pair (x, y) becomes
 
     x' = s (x cos a_i - y sin a_i)        y' = s (y cos a_i + x sin a_i)
 
-so the inverse turns by -a_i and divides by s. Only the leading `rotated_width` features take part; the others are passed
-on bit for bit. The table's `pairing` says which features make a pair.
+so the inverse rotates by -a_i and divides by s. Only the leading `rotated_width` features rotate; the others keep their exact
+bits. The table's `pairing` says which features form a pair.
 
 Source: Su et al. 2021, "RoFormer"; the scaling is YaRN's (Peng et al. 2023).
 """
@@ -21,20 +21,20 @@ from kvfit.spec import RopeTable
 
 
 def frequencies_of(table: RopeTable, device: torch.device) -> Tensor:
-    """A table's inverse frequencies as a tensor, (R/2,) float32. On a graphics card this waits for the device: keep it."""
+    """A table's inverse frequencies as a tensor, (R/2,) float32. On a GPU this waits for the device, so keep the result."""
     return torch.tensor(table.inverse_frequencies, dtype=torch.float32, device=device)
 
 
 def angles(table: RopeTable, positions: Tensor, *, frequencies: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every plane's angle, not scaled by the table's attention scaling.
+    """Cosines and sines of every plane's angle, without the table's attention scaling.
 
-    The angle is the float32 product ``position * inverse_frequency``, as models compute it; a wider product would differ
+    The angle is the float32 product ``position * inverse_frequency``, as models compute it; a float64 product would differ
     from theirs by up to 1e-4 radians at position 1,000.
 
     Args:
         table: the rotary table.
         positions: (T,) or (B, T) token positions, whole numbers.
-        frequencies: what `frequencies_of` gave for this table and the device of `positions`; None to make them here.
+        frequencies: the result of `frequencies_of` for this table and the device of `positions`; None to compute it here.
 
     Returns:
         Cosines and sines, float32, (T, R/2) or (B, T, R/2), on the device of `positions`.
@@ -52,13 +52,13 @@ def angles(table: RopeTable, positions: Tensor, *, frequencies: Tensor | None = 
 def rotate(
     keys: Tensor, table: RopeTable | None, cos_sin: tuple[Tensor, Tensor], *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Keys as the model caches them, from keys as its projections make them.
+    """Rotate keys: from what the model's projections give to what the model caches.
 
     Args:
         keys: (B, H, T, D) un-rotated keys.
-        table: the layer's table; None for a layer that does not rotate, whose keys come back as they are.
-        cos_sin: what `angles` gave for these T tokens.
-        dtype: of the result; None keeps that of `keys`. The arithmetic is in float32 either way (float64 for float64 keys).
+        table: the layer's table; None for a layer that does not rotate, whose keys are returned unchanged.
+        cos_sin: the result of `angles` for these T tokens.
+        dtype: dtype of the result; None for that of `keys`. The arithmetic is in float32 (float64 for float64 keys).
 
     Returns:
         (B, H, T, D) rotated keys.
@@ -72,13 +72,13 @@ def rotate(
 def unrotate(
     keys: Tensor, table: RopeTable | None, cos_sin: tuple[Tensor, Tensor], *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Keys as the model's projections made them, from keys as it caches them: the inverse of `rotate`.
+    """Undo `rotate`: from what the model caches to what its projections gave.
 
     Args:
         keys: (B, H, T, D) rotated keys.
-        table: the layer's table; None for a layer that does not rotate, whose keys come back as they are.
-        cos_sin: what `angles` gave for these T tokens.
-        dtype: of the result; None keeps that of `keys`. ``torch.float32`` saves bfloat16 keys a second rounding.
+        table: the layer's table; None for a layer that does not rotate, whose keys are returned unchanged.
+        cos_sin: the result of `angles` for these T tokens.
+        dtype: dtype of the result; None for that of `keys`. With ``torch.float32``, bfloat16 keys are not rounded again.
 
     Returns:
         (B, H, T, D) un-rotated keys.
@@ -90,14 +90,14 @@ def unrotate(
 
 
 def turn_into(out: Tensor, keys: Tensor, table: RopeTable, cos_sin: tuple[Tensor, Tensor], *, inverse: bool = False) -> Tensor:
-    """Rotate keys, or with `inverse` take their rotation back, into memory that the caller owns, in as few passes as possible.
+    """Rotate keys, or with `inverse` undo their rotation, into the caller's memory and in as few passes as possible.
 
     Args:
         out: (B, H, T, D), float32 or float64, any strides; must not share memory with `keys`.
         keys: (B, H, T, D) of the same dtype and device.
         table: the layer's table.
-        cos_sin: what `angles` gave for these T tokens.
-        inverse: take the rotation back.
+        cos_sin: the result of `angles` for these T tokens.
+        inverse: undo the rotation.
 
     Returns:
         `out`.
@@ -138,7 +138,7 @@ def _turn(
         cos, sin = cos * table.attention_scaling, sin * table.attention_scaling
     width = table.rotated_width
     first, second = _planes(table, width)
-    out = keys.to(dtype, copy=True)  # the features beyond the width pass through
+    out = keys.to(dtype, copy=True)  # the features beyond the rotated width stay unchanged
     x, y = keys[..., first].to(wide), keys[..., second].to(wide)  # (B, H, T, R/2)
     out[..., first] = (x * cos - y * sin).to(dtype)
     out[..., second] = (y * cos + x * sin).to(dtype)
@@ -146,14 +146,14 @@ def _turn(
 
 
 def _planes(table: RopeTable, width: int) -> tuple[slice, slice]:
-    """Where the first and the second feature of every plane are."""
+    """Slices that select the first and the second feature of every plane."""
     if table.pairing == "half":
         return slice(0, width // 2), slice(width // 2, width)
     return slice(0, width, 2), slice(1, width, 2)
 
 
 def _fitted(part: Tensor, keys: Tensor, table: RopeTable, dtype: torch.dtype) -> Tensor:
-    """Cosines or sines as (1, 1, T, R/2) or (B, 1, T, R/2); a plain broadcast would let one position serve all tokens."""
+    """Cosines or sines as (1, 1, T, R/2) or (B, 1, T, R/2). Plain broadcasting would accept one position for all tokens."""
     if keys.dim() != 4 or keys.shape[3] < table.rotated_width:
         raise MismatchError(
             f"keys: found shape {tuple(keys.shape)}, needed (B, H, T, D), D at least the {table.rotated_width} that rotate"

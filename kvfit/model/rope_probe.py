@@ -1,8 +1,8 @@
-"""`probe`: the geometry and the rotary description of a loaded model, found by watching it run.
+"""`probe`: find the geometry and the rotary description of a loaded model by watching it run.
 
 Two passes over a few tokens, at positions from 0 and from 1,031, show which layers own keys and values, their geometry, and
-what each layer gave its rotary function and got back. The rotary tables come from the model's own rotary modules. The table,
-pairing and direction that reproduce what a layer did are the layer's; a model that none of them reproduces is refused.
+the inputs and outputs of each layer's rotary function. The candidate tables come from the model's own rotary modules. A layer
+is assigned the table, pairing and direction that reproduce its rotation; if none of them does, the model is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FAR_POSITION = 1031
 
 @dataclass(frozen=True)
 class Probe:
-    """What the watched passes showed: geometry as in `ModelSpec`, the rotary description, and the dtype of the keys."""
+    """What the passes showed: the geometry as in `ModelSpec`, the rotary description, and the dtype of the keys."""
 
     n_layers: int
     n_heads: int
@@ -39,9 +39,9 @@ class Probe:
 
 @dataclass
 class _Layer:
-    """What one layer did in each pass: positions (T,), candidates for the keys given to its rotary function, cached keys.
+    """For each pass: positions (T,), candidates for the keys that the layer's rotary function was given, and its cached keys.
 
-    The candidates are None where the layer does not rotate.
+    The candidates are None if the layer does not rotate.
     """
 
     passes: list[tuple[Tensor, tuple[Tensor, ...] | None, Tensor]]
@@ -54,11 +54,11 @@ def probe(model: Any) -> Probe:
         model: a causal language model of transformers, neither compiled nor wrapped.
 
     Raises:
-        UnsupportedModelError: the model cannot be described or proved right; names family, layer and reason.
+        UnsupportedModelError: the model cannot be described or verified; names family, layer and reason.
     """
     refuse_by_name(model)
     candidates = rotary_tables(model)
-    # A few families turn the other way, which is the same table with its frequencies negated.
+    # A few families rotate the other way, which is the same table with negative frequencies.
     both_ways = [*candidates, *((tuple(-value for value in frequencies), scaling) for frequencies, scaling in candidates)]
     longest = longest_position(model)
     far = _FAR_POSITION if longest is None else max(0, min(_FAR_POSITION, longest + 1 - _N_TOKENS))
@@ -87,18 +87,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Largest error of one rotated feature, relative to the length of its plane, that rounding explains.
+    """The largest error of a rotated feature, relative to the length of its plane, that rounding can cause.
 
-    A product, a cosine and a sum each round once, to a relative ``eps / 2``; turning back mixes the two features:
-    ``3 * sqrt(2) * sqrt(2) * eps / 2 = 3 eps``. The floor covers cosines of large angles that differ between devices.
+    A product, a cosine and a sum are each rounded once, with a relative error of ``eps / 2``; the inverse rotation mixes both
+    features: ``3 * sqrt(2) * sqrt(2) * eps / 2 = 3 eps``. The lower bound allows for cosines of large angles, which differ
+    between devices.
     """
     return max(3 * torch.finfo(dtype).eps, 1e-5)
 
 
 def plane_error(found: Tensor, wanted: Tensor, table: RopeTable) -> float:
-    """Largest difference of rotated features, relative to their plane's length; infinite where pass-through features differ.
+    """The largest difference of rotated features, relative to the length of their plane; infinite if unrotated features differ.
 
-    Relative to the plane, so that families whose key biases are hundreds of times the spread are not waved through.
+    It is relative to the plane, because in families whose key biases are hundreds of times the spread, an error relative to
+    the whole key would always look small.
 
     Args:
         found: (B, H, T, width), float32.
@@ -120,10 +122,10 @@ def plane_error(found: Tensor, wanted: Tensor, table: RopeTable) -> float:
 
 
 def refuse_by_name(model: Any) -> None:
-    """Refuse what cannot be described, as far as names and settings tell before anything runs.
+    """Refuse a model that cannot be described, as far as its settings and the names of its modules show before it runs.
 
     Raises:
-        UnsupportedModelError: names family, layer and reason.
+        UnsupportedModelError: the model cannot be described; names family, layer and reason.
     """
     if unwrapped(model) is not model or getattr(model, "_compiled_call_impl", None) is not None:
         raise refusal(model, None, "the model is compiled and cannot be watched: pass the model before torch.compile")
@@ -153,7 +155,7 @@ def refuse_by_name(model: Any) -> None:
 
 
 def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:
-    """One pass at positions `first` to first + 7."""
+    """Run one pass at positions `first` to first + 7, and add what every layer did to `layers`."""
     input_ids = some_tokens(model, _N_TOKENS)[None]
     positions = torch.arange(first, first + _N_TOKENS, device=input_ids.device)
     order: list[int] = []
@@ -174,7 +176,7 @@ def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:
         trace(model, input_ids, on_layer, position_ids=positions[None] if first else None)
     except KvfitError:
         raise
-    except Exception as error:  # whatever a model's own code raises is the reason why it cannot be proved
+    except Exception as error:  # the model's own code failed, which is why it cannot be verified
         raise refusal(model, None, f"a pass over {_N_TOKENS} tokens failed: {type(error).__name__}: {error}") from error
     if len(set(order)) != len(order):
         twice = next(index for index in order if order.count(index) > 1)
@@ -182,7 +184,7 @@ def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:
 
 
 def _check_owners(model: Any, layers: dict[int, _Layer]) -> None:
-    """Every decoder layer owns keys and values, of one geometry."""
+    """Refuse a model unless every decoder layer has keys and values of its own, all of one geometry."""
     expected = int(text_config(model).num_hidden_layers)
     for layer_index in range(max(expected, len(layers))):
         if layer_index not in layers:
@@ -198,7 +200,7 @@ def _check_owners(model: Any, layers: dict[int, _Layer]) -> None:
 def _assign(
     model: Any, layer_index: int, layer: _Layer, candidates: Sequence[tuple[tuple[float, ...], float]]
 ) -> RopeTable | None:
-    """The table and pairing that reproduce what a layer did in both passes; None for a layer that does not rotate."""
+    """The table and pairing that reproduce a layer's rotation in both passes; None for a layer that does not rotate."""
     rotates = {given is not None for _, given, _ in layer.passes}
     if rotates == {False}:
         return None
@@ -229,7 +231,7 @@ def _assign(
 def _refuse_shifted_positions(
     model: Any, layer_index: int, layer: _Layer, candidates: Sequence[tuple[tuple[float, ...], float]]
 ) -> None:
-    """Refuse a model that numbers its tokens from another start than 0 when it is given no positions."""
+    """Refuse a model that, without explicit positions, does not number its tokens from 0."""
     positions, given, keys = layer.passes[0]
     for first in (1, 2):
         for frequencies, scaling in candidates:

@@ -1,4 +1,4 @@
-"""`WeightStamp`: notices, in about a millisecond, that a model which was checked in full is no longer what it was."""
+"""`WeightStamp`: notice within about a millisecond that a model has changed since `identity` checked it in full."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class WeightStamp:
-    """What can be told about a model's state without reading it all.
+    """A snapshot of a model's state that can be compared without reading all weights.
 
-    Compares the values of its configuration, which tensors there are and where, how often torch counted a write to each, which
-    hooks its modules carry and which constants they hold, and a few numbers of every tensor. The numbers are for what torch
-    does not count: writes through ``tensor.data``, by which adapters are merged. Such a write to a few elements goes unnoticed
-    until the next full check.
+    It holds the values of the configuration, the tensors and their addresses, how many writes torch has counted to each, the
+    hooks and constants of the modules, and a few numbers of every tensor. The numbers reveal writes that torch does not count,
+    through ``tensor.data``, which is how adapters are merged. Such a write to a few elements goes unnoticed until the next full
+    check.
     """
 
     def __init__(self, model: Any) -> None:
-        """Stamp a model that was just checked."""
+        """Take the snapshot of a model that was just checked."""
         modules = list(unwrapped(model).modules())
-        # The names of a module's numbers are looked up once, because a module has dozens of attributes.
+        # A module has dozens of attributes, so the names of its numbers are looked up only once.
         self._names = [tuple(n for n, value in vars(module).items() if type(value) is float) for module in modules]
         self._settings = _settings(model)
         self._surface, tensors = self._walk(model)
@@ -38,10 +38,10 @@ class WeightStamp:
         self._sample = _sample(tensors)
 
     def holds(self, model: Any) -> bool:
-        """Whether the model is still as it was stamped. Waits once for each device."""
+        """Whether the model is still as it was in the snapshot. This waits once for each device."""
         surface, tensors = self._walk(model)
         same = len(tensors) == len(self._parts) and all(
-            # Accelerate puts a new tensor in the place of an offloaded one after every pass.
+            # Accelerate replaces an offloaded tensor by a new one after every pass.
             (tensor.is_meta or kept() is tensor) and state == _state(tensor)
             for tensor, (kept, state) in zip(tensors, self._parts, strict=True)
         )
@@ -53,7 +53,7 @@ class WeightStamp:
         )
 
     def _walk(self, model: Any) -> tuple[list[Any], list[Tensor]]:
-        """Per module its class, hooks, numbers and dropout; and every parameter and buffer."""
+        """Per module, its class, hooks, numbers and dropout; and all parameters and buffers."""
         surface: list[Any] = []
         tensors: list[Tensor] = []
         n_names = len(self._names)
@@ -68,7 +68,7 @@ class WeightStamp:
 
 @torch.no_grad()
 def _sample(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
-    """Evenly spread numbers of every tensor as bits, which equal themselves even where they are NaN; per device and dtype."""
+    """Evenly spread numbers of every tensor, per device and dtype; as bits, because NaN would not equal itself."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         count = tensor.numel()
@@ -84,7 +84,7 @@ def _sample(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], Ten
 
 
 def _settings(model: Any) -> str:
-    """What the configuration says, as text: some models read it in every pass, as they do the width of a window."""
+    """The configuration as text. Some models read values such as a window's width from it in every pass."""
     plain = (int, float, str, list, tuple, dict)
     return repr(
         [
@@ -97,7 +97,7 @@ def _settings(model: Any) -> str:
 
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:
-    """How often it was written, where it is, and as what."""
+    """The number of writes that torch has counted, the address and the dtype."""
     if tensor.is_meta:
         return tensor.numel(), 0, tensor.dtype
     return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr(), tensor.dtype

@@ -1,4 +1,4 @@
-"""The rotary tables that a loaded model holds, read from its own modules and never computed from a configuration."""
+"""Read the rotary tables of a loaded model from its own modules; nothing is computed from the configuration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SINES = "embed_positions"  # what families without inverse frequencies call their table of sines and cosines
+_SINES = "embed_positions"  # the name of the table of sines and cosines in families without inverse frequencies
 
 
 def rotary_tables(model: Any) -> list[tuple[tuple[float, ...], float]]:
-    """Inverse frequencies and attention scaling of every rotary module of a model, distinct, in order; nothing is run."""
+    """The distinct inverse frequencies and attention scalings of a model's rotary modules, in order. The model is not run."""
     found: list[tuple[tuple[float, ...], float]] = []
     for module, name, frequencies in _frequency_buffers(model):
         prefix = name.removesuffix("inv_freq")
@@ -29,12 +29,12 @@ def rotary_tables(model: Any) -> list[tuple[tuple[float, ...], float]]:
 
 
 def longest_position(model: Any) -> int | None:
-    """The last position that every table of sines of a model has; None for a model that computes its sines as it runs."""
+    """The last position that all of a model's tables of sines cover; None for a model that computes its sines as it runs."""
     return min((table.shape[0] - 1 for table in _sine_tables(model)), default=None)
 
 
 def _sine_tables(model: Any) -> list[Tensor]:
-    """Distinct tables of sines and cosines; each layer may hold the same one."""
+    """The distinct tables of sines and cosines. Several layers may hold the same one."""
     tables: dict[int, Tensor] = {}
     for module in model.modules():
         table = getattr(module, _SINES, None)
@@ -44,10 +44,10 @@ def _sine_tables(model: Any) -> list[Tensor]:
 
 
 def frequencies_of_sines(table: Tensor) -> tuple[float, ...] | None:
-    """The inverse frequencies behind a table of sines and cosines, each a float32; None for a table of another kind.
+    """The inverse frequencies of a table of sines and cosines, each a float32; None for another kind of table.
 
-    The angle of position 1 gives a frequency f to about 1e-7. The angles of positions 2, 4, 8, ... are exact multiples of it,
-    known up to whole turns. The estimate so far resolves those, so each step halves the error.
+    The angle at position 1 gives a frequency f to about 1e-7. The angles at positions 2, 4, 8, ... are exact multiples of f,
+    known up to whole turns. The estimate so far determines the turns, so each step halves the error.
 
     Args:
         table: (positions, R): R/2 sines, then R/2 cosines.
@@ -68,7 +68,7 @@ def frequencies_of_sines(table: Tensor) -> tuple[float, ...] | None:
 
 
 def frequency_dtype(model: Any) -> torch.dtype | None:
-    """The dtype that a whole model was cast to, its inverse frequencies included; None where they are as they should be.
+    """The 16-bit dtype that a model's inverse frequencies were cast to; None if they are in float32 as they should be.
 
     `from_pretrained(dtype=...)` keeps them in float32; ``model.half()`` and ``model.to(torch.bfloat16)`` round them.
     """
@@ -79,7 +79,7 @@ def frequency_dtype(model: Any) -> torch.dtype | None:
 def _frequency_buffers(model: Any) -> Iterator[tuple[Any, str, Tensor]]:
     for module in model.modules():
         for name, value in module._buffers.items():
-            # The others are copies that dynamic scaling falls back to, or frequencies of another length.
+            # These are copies for dynamic scaling to return to, or frequencies for another context length.
             unused = "original" in name or "long" in name or "short" in name
             if name.endswith("inv_freq") and not unused and value is not None and value.dim() == 1 and not value.is_meta:
                 yield module, name, value

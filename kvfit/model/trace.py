@@ -1,8 +1,8 @@
-"""`trace`: one forward pass, watched. What did each layer give its rotary function, and what did it cache?
+"""`trace`: watch one forward pass and report what each layer gave its rotary function and what it cached.
 
-A rotation by a wrong angle undoes itself, so a round trip proves nothing. What proves a `RopeSpec` is the tensor that the
-model's own code gave to its own rotary function. This module records it for every family whose modeling code calls a function
-named like ``apply_rotary_pos_emb``, with fused projections too.
+Undoing a rotation by a wrong angle and repeating it gives the same keys again, so a round trip proves nothing. To verify a
+`RopeSpec`, one needs the tensor that the model's own code gave to its own rotary function. This module records it for every
+family whose modeling code calls a function named like ``apply_rotary_pos_emb``, also with fused projections.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvfit.model import cache as caches
 from kvfit.model.decoder import family
 
 _ROTARY_FUNCTION = re.compile(r"apply.*(rotary|rope)", re.IGNORECASE)
-# The functions are replaced where the modeling code looks them up, which all threads share.
+# The functions are replaced in modules that all threads share.
 _LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """A tensor that a rotary function returned, and the tensors that it was given (`given`, candidates in order)."""
+    """A tensor that a rotary function returned, and the tensors that it was given (`given`), the likeliest input first."""
 
     given: tuple[Tensor, ...]
     out: Tensor
@@ -40,7 +40,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Output:
-    """Input and output of a module with parameters; a projection has a weight matrix that mixes features."""
+    """Input and output of a module with parameters. It is a projection if it has a weight matrix that mixes features."""
 
     given: Tensor
     out: Tensor
@@ -49,7 +49,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Norm:
-    """Input and output of a norm without weights, and the norm itself."""
+    """Input and output of a norm without weights, and its function."""
 
     given: Tensor
     out: Tensor
@@ -65,8 +65,8 @@ class LayerTrace:
         keys: (B, H, T, D) as cached.
         values: (B, H, T, D) as cached.
         rotations: the tensors that went through a rotary function since the layer before.
-        outputs: of the modules with parameters that ran since the layer before.
-        norms: the norms without weights that ran since the layer before.
+        outputs: inputs and outputs of the modules with parameters that ran since the layer before.
+        norms: inputs and outputs of the norms without weights that ran since the layer before.
     """
 
     layer_index: int
@@ -77,15 +77,16 @@ class LayerTrace:
     norms: tuple[Norm, ...] = ()
 
     def given_keys(self) -> tuple[Tensor, ...] | None:
-        """What the rotary function was given as keys, (B, H, T, width), width at most D.
+        """The keys that the rotary function was given, (B, H, T, width), width at most D.
 
         Returns:
-            The candidates (a function of queries and keys is given both), likeliest first. None where the layer provably does
-            not rotate: no rotary function ran, and every cached key is, bit for bit, the output of a projection, or of a norm
-            whose input is. (A norm alone proves nothing: it may be given keys that were rotated out of sight.)
+            The candidates, likeliest first, because a function of queries and keys is given both. None if the layer provably
+            does not rotate: no rotary function ran, and every cached key is, bit for bit, the output of a projection, or of a
+            norm whose input is such an output. (A norm's output alone proves nothing, because its input may have been rotated
+            by code that is not watched.)
 
         Raises:
-            ValueError: neither holds; the message is the reason.
+            ValueError: neither was found; the message is the reason.
         """
         for rotation in self.rotations:
             for swapped in (False, True):  # some families rotate (B, T, H, D)
@@ -109,10 +110,10 @@ class LayerTrace:
         )
 
     def _normed_after(self, rotation: Rotation) -> tuple[Tensor, ...] | None:
-        """Where a norm without weights ran between rotation and cache: the norm of the rotated keys.
+        """The norm of the rotation's inputs, if a norm without weights ran between the rotation and the cache; else None.
 
-        Such a norm divides by a length that no rotation changes, so it may as well come first. Whoever compares the rotation of
-        the result with the cache proves that it may.
+        Such a norm divides by a length that a rotation does not change, so it can be applied before the rotation instead. That
+        this holds is verified when the rotated result is compared with the cache.
         """
         for norm in self.norms:
             given, out = norm.given, norm.out
@@ -127,11 +128,11 @@ class LayerTrace:
 
     def _is_cached(self, out: Tensor) -> bool:
         head = self.keys[..., : out.shape[-1]]
-        return out.shape == head.shape and torch.equal(out.to(head.dtype), head)  # a few rotate in float32
+        return out.shape == head.shape and torch.equal(out.to(head.dtype), head)  # a few families rotate in float32
 
 
 def _by_head(states: Tensor, keys: Tensor) -> Tensor | None:
-    """States of the keys' tokens as (B, slices, T, D), from any layout; None where a tensor has no such layout."""
+    """Hidden states as (B, slices, T, D), for the tokens and head size of `keys`; None if the shape does not allow it."""
     batch, _, n_tokens, head_dim = keys.shape
     if states.shape == keys.shape:
         return states
@@ -141,12 +142,12 @@ def _by_head(states: Tensor, keys: Tensor) -> Tensor | None:
 
 
 def _holds(output: Tensor, keys: Tensor) -> bool:
-    """Whether every head's keys are, bit for bit, one slice of a module's output."""
+    """Whether every head's keys are, bit for bit, a slice of a module's output."""
     slices = _by_head(output, keys)
     if slices is None:
         return False
     for head in range(keys.shape[1]):
-        # The first token rules out most candidates; the other tokens are compared only where it agrees.
+        # The first token rules out most slices. The other tokens are compared only if it agrees.
         same = (slices[0, :, 0] == keys[0, head, 0]).all(-1).nonzero().flatten().tolist()
         if not any(torch.equal(slices[:, index], keys[:, head]) for index in same):
             return False
@@ -155,18 +156,19 @@ def _holds(output: Tensor, keys: Tensor) -> bool:
 
 @torch.no_grad()
 def trace(model: Any, input_ids: Tensor, on_layer: Callable[[LayerTrace], None], *, position_ids: Tensor | None = None) -> None:
-    """Run a model on a batch from an empty cache and report each layer as it caches its keys and values.
+    """Run a model on a batch with an empty cache, and report each layer when it caches its keys and values.
 
-    While it runs, the rotary functions of the model's modules are replaced by recording ones; other threads that trace wait.
+    During the pass, recording functions replace the rotary functions of the model's modules. Other threads that trace wait.
 
     Args:
         model: a loaded causal language model, neither compiled nor wrapped.
         input_ids: (B, T).
-        on_layer: called once per cache update, in the order of execution; its tensors must not be kept longer than needed.
-        position_ids: (B, T); 0 to T - 1 when not given.
+        on_layer: called once per cache update, in the order of execution. It should not keep the tensors longer than it
+            needs them.
+        position_ids: (B, T); 0 to T - 1 by default.
 
     Raises:
-        UnsupportedModelError: from `on_layer`, or the model has no cache argument.
+        UnsupportedModelError: `on_layer` raised it, or the model has no cache argument.
     """
     rotations: list[Rotation] = []
     outputs: list[Output] = []
@@ -201,20 +203,20 @@ def trace(model: Any, input_ids: Tensor, on_layer: Callable[[LayerTrace], None],
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module itself; the weights of quantised projections are buffers."""
+    """Parameters and buffers of a module, without those of its children. The weights of quantised projections are buffers."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def _may_make_keys(module: nn.Module) -> bool:
-    """Whether a module has weights of its own and is not a rotary module, whose output may be rotated keys."""
+    """Whether a module has weights of its own and is not a rotary module, whose output may already be rotated keys."""
     own = _own(module)
     return bool(own) and not any("inv_freq" in name for name in own) and "rotary" not in type(module).__name__.lower()
 
 
 @contextmanager
 def _recording(model: Any, rotations: list[Rotation]) -> Iterator[None]:
-    """Replace every rotary function that the model's code can look up; restore them at the end."""
+    """Replace every rotary function that the model's code may call by a recording one; restore them at the end."""
     depth = [0]
     replaced: list[tuple[Any, str, Any]] = []
     for namespace, name, function in _rotary_functions(model):
@@ -230,7 +232,7 @@ def _recording(model: Any, rotations: list[Rotation]) -> Iterator[None]:
 def _rotary_functions(model: Any) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     modules: dict[str, ModuleType] = {}
     for part in model.modules():
-        # A class may inherit its forward from another file, which looks its functions up there.
+        # A class may inherit its forward method from another file, where its functions are looked up.
         for cls in type(part).__mro__:
             module = sys.modules.get(cls.__module__)
             if module is not None and not cls.__module__.startswith("torch"):
@@ -247,9 +249,9 @@ def _rotary_functions(model: Any) -> Iterator[tuple[Any, str, Callable[..., Any]
 def _recorder(function: Callable[..., Any], rotations: list[Rotation], depth: list[int]) -> Callable[..., Any]:
     @functools.wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        if depth[0]:  # one rotary function may call another; the outer one's keys are the model's
+        if depth[0]:  # one rotary function may call another; only the outer one is given the model's keys
             return function(*args, **kwargs)
-        # Copies: some functions rotate in place.
+        # Some functions rotate in place, so their inputs are copied.
         given = [value.detach().clone() for value in (*args, *kwargs.values()) if _is_states(value)]
         depth[0] += 1
         try:
@@ -272,6 +274,6 @@ def _is_states(value: Any) -> bool:
 
 
 def refusal(model: Any, layer_index: int | None, reason: str) -> UnsupportedModelError:
-    """The error for a model that cannot be described or proved: names family, layer (None: all) and reason."""
+    """The error for a model that cannot be described or verified; names family, layer (None: all) and reason."""
     where = "all layers" if layer_index is None else f"layer {layer_index}"
-    return UnsupportedModelError(f"{family(model)}, {where}: {reason}; kvfit refuses what it cannot prove right")
+    return UnsupportedModelError(f"{family(model)}, {where}: {reason}; kvfit refuses a model that it cannot verify")
