@@ -1,4 +1,4 @@
-"""A cache mapped and a conversation moved: what runs in serving.
+"""Map a cache and move a conversation: the code that runs in serving.
 
-Needs torch and the packages `model` and `bundle`; never imports `fit`. The public names are exported by `kvfit` itself.
+This package needs torch and the packages `model` and `bundle`, and never imports `fit`. `kvfit` exports its public names.
 """

@@ -1,4 +1,4 @@
-"""Whether caches, positions and ids fit a mapper's spec: refused before anything is computed or changed."""
+"""Refuse caches, positions and ids that do not fit a mapper's spec, before anything is computed or changed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_source(source: ModelSpec, pairs: Pairs, positions: Tensor | None = None) -> None:
-    """Refuse a source cache or positions that do not fit.
+    """Refuse a source cache or positions that do not fit the source.
 
     Args:
         source: the source's spec.
         pairs: keys and values per source layer, (B, H, T, D).
-        positions: (T,) or (B, T), or None.
+        positions: (T,) or (B, T); None to check the cache only.
+
 
     Raises:
-        MismatchError: names the layer, kind and shape.
+        MismatchError: something does not fit; names the layer, kind and shape.
     """
     if len(pairs) != source.n_layers:
         raise MismatchError(f"source cache: found {len(pairs)} layers, needed {source.n_layers} as {source.ref} has")
@@ -56,21 +57,21 @@ def _check_pair(pair: tuple[Tensor, Tensor], where: str, shape: tuple[int, ...],
 def check_target(
     target: ModelSpec, cache: Any, batch: int, total: int, *, layers: Sequence[int] | None = None, name: str = "into"
 ) -> int:
-    """Refuse a cache that is not the target's or has no room for `total` tokens.
+    """Refuse a cache that does not belong to the target or has no room for `total` tokens.
 
     Args:
         target: the target's spec.
         cache: the cache.
-        batch: sequences that it must have.
-        total: tokens that it must have room for.
-        layers: the target layers that it is asked for; default all.
-        name: what to call the cache in messages.
+        batch: number of sequences that it must have.
+        total: number of tokens that it must have room for.
+        layers: the target layers that will be written; all by default.
+        name: what errors call the cache.
 
     Returns:
         The number of tokens that it holds.
 
     Raises:
-        MismatchError: names the layer and what differs.
+        MismatchError: the cache does not fit; names the layer and what differs.
     """
     states = caches.layer_states(cache)
     n_filled = sum(state.length > 0 for state in states)
@@ -99,7 +100,7 @@ def check_target(
 
 
 def check_layers(target: ModelSpec, layers: Iterable[int] | None) -> list[int]:
-    """The target layers that are asked for, ascending; None asks for all.
+    """The target layers that the caller asks for, ascending; None asks for all.
 
     Raises:
         MismatchError: the target does not have one of them.
@@ -111,10 +112,10 @@ def check_layers(target: ModelSpec, layers: Iterable[int] | None) -> list[int]:
 
 
 def check_first_layer(target: ModelSpec, pair: Any, batch: int, total: int) -> tuple[Tensor, Tensor]:
-    """The target's first layer as it was passed in: keys and values, (B, H, T, D).
+    """The keys and values of the target's first layer that the caller passed, (B, H, T, D), checked.
 
     Raises:
-        MismatchError: names the half and its shape.
+        MismatchError: they do not fit; names the half and its shape.
     """
     if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(half, Tensor) for half in pair):
         raise MismatchError(f"first_layer: found {type(pair).__name__}, needed a pair of tensors (keys, values)")
@@ -126,10 +127,10 @@ def check_first_layer(target: ModelSpec, pair: Any, batch: int, total: int) -> t
 
 
 def check_ids(input_ids: Any, batch: int, total: int) -> Tensor:
-    """The ids of the source cache's tokens, (B, T).
+    """The ids of the source cache's tokens, (B, T), checked.
 
     Raises:
-        MismatchError: names their shape or dtype.
+        MismatchError: they have another shape or dtype; names it.
     """
     if not isinstance(input_ids, Tensor) or tuple(input_ids.shape) != (batch, total):
         found = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__

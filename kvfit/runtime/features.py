@@ -1,9 +1,9 @@
-"""The inputs of the maps: one matrix for each chunk of tokens, its columns in the order that the spec gives.
+"""The inputs of the maps: one matrix per chunk of tokens, with its columns in the order that the spec defines.
 
     source keys of the layers that are read, un-rotated | source values of the layers that are read | lexical inputs
 
-A map reads one or more runs of neighbouring columns of it. Lexical inputs are the keys (un-rotated) and values of the target's
-first layer, of the token itself and of tokens before it; see `MapperSpec.lexical_lags`.
+A map reads one or more runs of adjacent columns. Lexical inputs are the (un-rotated) keys and values of the target's first
+layer, for the token itself and for tokens before it; see `MapperSpec.lexical_lags`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class Columns:
-    """Where the inputs stand in the matrix, and which columns each map reads.
+    """The positions of the inputs in the matrix, and the columns that each map reads.
 
     Attributes:
-        read: per kind, the source layers whose keys or values any map reads, ascending.
-        block: features of one source layer in one row: H * D, or D where support is ``head``.
-        lexical: the first column of the lexical inputs.
-        width: columns of the matrix.
+        read: per kind, the source layers whose keys or values at least one map reads, ascending.
+        block: features of one source layer in one row: H * D, or D if support is ``head``.
+        lexical: first column of the lexical inputs.
+        width: number of columns of the matrix.
         runs: per (kind, target layer), the columns that its map reads, as [start, stop) in the order of the weight's rows.
     """
 
@@ -61,7 +61,7 @@ class Columns:
 
 
 def _joined(blocks: list[tuple[int, int]]) -> Runs:
-    """Neighbouring blocks as one; empty ones left out."""
+    """The blocks with adjacent ones merged and empty ones removed."""
     runs: list[tuple[int, int]] = []
     for start, stop in blocks:
         if runs and runs[-1][1] == start:
@@ -72,19 +72,19 @@ def _joined(blocks: list[tuple[int, int]]) -> Runs:
 
 
 def moved_to(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on another device. The host waits only where it will read the copy itself."""
+    """A tensor on another device. The host waits for the copy only if it goes to the CPU."""
     return tensor.to(device=device, dtype=dtype, non_blocking=device.type != "cpu")
 
 
 class Tables:
-    """The rotary tables of a mapper, each distinct one once, with its frequencies on every device that asked for them.
+    """The distinct rotary tables of a mapper, with their frequencies on every device that has needed them.
 
-    A mapper keeps one, so that a transfer hashes no spec and waits for no device. Models of one family usually share a table;
-    then source and target share the cosines and sines of a chunk too.
+    A mapper keeps this object, so that a transfer does not hash specs or wait for a device. Models of one family usually share
+    a table; then source and target also share the cosines and sines of a chunk.
     """
 
     def __init__(self, spec: MapperSpec) -> None:
-        """Collect the tables of both models; none where keys stay rotated."""
+        """Collect the tables of both models. There are none if the maps work on rotated keys."""
         self.tables: list[RopeTable] = []
         self.source, self.target = (
             [None if spec.keys_rotated else self._number(model.rope.table(i)) for i in range(model.n_layers)]
@@ -103,22 +103,22 @@ class Tables:
         """Inverse frequencies of a table, (R/2,) float32."""
         key = (number, device)
         if key not in self._kept:
-            with torch.inference_mode(False):  # the tensor outlives the call that makes it
+            with torch.inference_mode(False):  # the tensor is kept beyond this call
                 self._kept[key] = frequencies_of(self.tables[number], device)
         return self._kept[key]
 
 
 class Angles:
-    """Cosines and sines of one chunk's positions, made once for each table and device."""
+    """Cosines and sines of one chunk's positions, computed once per table and device."""
 
     def __init__(self, tables: Tables, positions: Tensor) -> None:
-        """Take positions (T,) or (B, T)."""
+        """Take the positions (T,) or (B, T) of the chunk."""
         self._tables = tables
         self._positions = positions
         self._made: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def turn(self, out: Tensor, keys: Tensor, number: int, *, inverse: bool = False) -> None:
-        """Rotate keys (B, H, T, D) by a table into `out`, or take the rotation back; see `turn_into`."""
+        """Rotate keys (B, H, T, D) by a table into `out`, or undo the rotation; see `turn_into`."""
         device = keys.device
         table = self._tables.tables[number]
         if (number, device) not in self._made:
@@ -128,14 +128,14 @@ class Angles:
 
 
 class Buffers:
-    """Working memory that one chunk after the other uses: fresh memory costs a page fault for every few thousand bytes."""
+    """Working memory that chunks reuse, because new memory costs a page fault for every few thousand bytes."""
 
     def __init__(self) -> None:
-        """Start with no memory."""
+        """Start without any memory."""
         self._kept: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a tensor; valid until the same name is taken again."""
+        """Memory for a tensor, valid until the same name is taken the next time."""
         key = (name, dtype, device)
         size = math.prod(shape)
         if key not in self._kept or self._kept[key].numel() < size:
@@ -160,9 +160,9 @@ class Part:
 
 
 def parts(batch: int, total: int, chunk_tokens: int) -> Iterator[Part]:
-    """Chunks of at most `chunk_tokens` tokens: whole sequences together while they are short, else pieces of one.
+    """Chunks of at most `chunk_tokens` tokens: several whole sequences if they are short, else a piece of one.
 
-    Either way a chunk's rows lie one after another in a (B, T, ...) result.
+    In both cases a chunk's rows are contiguous in a (B, T, ...) result.
     """
     if 0 < total <= chunk_tokens:
         step = chunk_tokens // total
@@ -184,7 +184,7 @@ def read_inputs(
     turns: Angles,
     buffers: Buffers,
 ) -> None:
-    """Write the source's inputs of one chunk into `out`: (1, n, width), or (H_source, n, width) where support is ``head``."""
+    """Write the source's inputs of one chunk into `out`: (1, n, width), or (H_source, n, width) if support is ``head``."""
     heads, head_dim = spec.source.n_heads, spec.source.head_dim
     batch, n_tokens = part.of(pairs[0][0]).shape[0:3:2]
     seen = out.view(-1, batch, n_tokens, columns.width)  # (1 or H, B, T, width)

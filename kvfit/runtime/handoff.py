@@ -1,4 +1,4 @@
-"""`handoff`: a conversation moved from the source to the target; `kvfit.runtime.mover` does the work."""
+"""`handoff`: move a conversation from the source to the target. `kvfit.runtime.mover` does the work."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class Handoff:
     """A conversation that the target can continue.
 
     Attributes:
-        cache: the target's cache over all of the conversation but `remaining_ids`.
-        input_ids: (B, S), the whole conversation, as given.
-        remaining_ids: (B, m), m >= 1, the ids that the target has still to run.
-        status: ``applied``, or ``fallback_prefill`` when the target prefilled instead.
-        reason: why it fell back, None when it did not.
+        cache: the target's cache of the whole conversation except `remaining_ids`.
+        input_ids: (B, S), the whole conversation.
+        remaining_ids: (B, m), m >= 1, the ids that the target still has to run.
+        status: ``applied``, or ``fallback_prefill`` if the target prefilled instead.
+        reason: why it fell back; None if it did not.
         n_mapped: tokens per sequence that were mapped.
-        n_exact: tokens per sequence that the target ran here, head and tail.
-        n_reused: tokens per sequence that the target's cache held already.
-        recomputed: (B, C), indices of the tokens that the target ran once more in the mapped context; None for none.
+        n_exact: tokens per sequence that the target ran here, head and tail together.
+        n_reused: tokens per sequence that the target's cache already held.
+        recomputed: (B, C), indices of the tokens that the target ran again in the mapped context; None if there are none.
         target_model: the target that `generate` runs.
-        attention_mask: (B, S), 0 on padding, as given or all ones.
-        seconds: wall time of each part (``guide``, ``transfer``, ``exact``, ``recompute``, ``prefill``), as seen by the host: a
-            device may still be busy.
+        attention_mask: (B, S), 0 on padding.
+        seconds: wall time of each part (``guide``, ``transfer``, ``exact``, ``recompute``, ``prefill``) on the host. A device
+            may still be busy when it ends.
     """
 
     cache: Any
@@ -53,7 +53,7 @@ class Handoff:
 
     def __repr__(self) -> str:
         batch, length = self.input_ids.shape
-        recomputed = "" if self.recomputed is None else f", {self.recomputed.shape[1]} of them run once more"
+        recomputed = "" if self.recomputed is None else f", {self.recomputed.shape[1]} of them run again"
         reason = "" if self.reason is None else f", reason: {self.reason}"
         return (
             f"Handoff({self.status}: {batch} x {length} tokens: {self.n_reused} reused, {self.n_mapped} mapped{recomputed}, "
@@ -61,20 +61,20 @@ class Handoff:
         )
 
     def generate(self, **kwargs: Any) -> Any:
-        """Continue the conversation with the target: what its own ``generate`` gives, on the moved cache.
+        """Continue the conversation with the target's own ``generate``, on the moved cache.
 
         It works on every version of transformers, for greedy search, sampling, beams, several sequences and assisted decoding;
-        see `kvfit.model.generate.generate`. The cache grows as it is used, so this can be called once.
+        see `kvfit.model.generate.generate`. The cache grows while it is used, so this can be called only once.
 
         Args:
-            **kwargs: for ``target_model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ...
+            **kwargs: arguments of ``target_model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ...
 
         Returns:
-            What ``generate`` returns: the conversation and the new tokens, (B, S + new), or its output object.
+            The result of ``generate``: the conversation and the new tokens, (B, S + new), or its output object.
 
         Raises:
-            MismatchError: the cache holds the whole conversation, because it was used already, or an argument asks for another
-                cache.
+            MismatchError: the cache holds the whole conversation, because this was called before; or an argument asks for
+                another cache.
         """
         if "attention_mask" in kwargs:
             raise MismatchError("attention_mask: found a value, needed none, because the handoff keeps its own: drop it")
@@ -98,47 +98,47 @@ def handoff(
     target_ids: Tensor | None = None,
     on_error: Literal["raise", "prefill"] = "raise",
 ) -> Handoff:
-    """Give the target a conversation that the source has read.
+    """Move a conversation that the source has read to the target.
 
-    Every part of the target's cache is looked at once: its length, and NaN and infinity, which would spread over every logit.
-    This waits for the device a few times, and took 0.3 to 0.8 of 14 ms for 1,024 tokens of the demo pair on a CPU.
+    Every part of the target's cache is checked once, for its length and for NaN and infinity, which would spread to every
+    logit. The check waits for the device a few times; it took 0.3 to 0.8 of 14 ms for 1,024 tokens of the demo pair on a CPU.
 
-    The source's cache must be of these very ids. A cache that beam search has left, or one of an edited text, holds other
-    tokens in some rows. Its positions must be those of the mask, 0 for the first real token of each row: a forward pass of
-    transformers over a left-padded batch needs ``position_ids``, which only its ``generate`` makes by itself. Both are refused
-    where the source is at hand: up to 32 tokens of each row are compared where it was bound (``mapper.bind(source, target)``),
-    up to 1,024 where it is the `guide`. Without it they cannot be told.
+    The source's cache must have been made from exactly these ids. After beam search or after an edit of the text, a cache holds
+    other tokens in some rows. Its positions must follow from the mask, with 0 for the first real token of each row: for a
+    left-padded batch, ``forward`` of transformers needs ``position_ids``, which only ``generate`` computes by itself. Wrong
+    tokens and wrong positions are refused if the source is known: up to 32 tokens per row are compared after
+    ``mapper.bind(source, target)``, up to 1,024 if the source is the `guide`. Without the source they cannot be detected.
 
     Args:
-        mapper: from the source to the target.
-        target_model: the loaded target; that it is the one the mapper was fitted on is checked at first use.
+        mapper: the mapper from the source to the target.
+        target_model: the loaded target. Its first use checks that it is the model that the mapper was fitted on.
         input_ids: (B, S), the whole conversation in ids of the target, on any device. The source's cache covers its first T
             tokens, T <= S.
-        source_cache: the source's cache; never changed.
-        attention_mask: (B, S), for left-padded batches: 0 on padding. Default all ones.
-        exact_head: first tokens that the target runs itself.
-        exact_tail: last tokens of the moved prefix that the target runs itself.
-        recompute: share of the moved prefix, 0 to 1, that the target runs once more: the tokens that `guide` looks at (see
-            `kvfit.runtime.recompute`). It costs this share of a prefill and gives back exact content where the question
-            looks. ``auto`` takes as many as the guide's attention asks for. Less than the mapper was judged with warns, once.
-        guide: the loaded source, needed with `recompute`.
-        exact_tokens: instead of `recompute`: which tokens to run once more, indices into the conversation, (C,) or (B, C); no
-            mask. A row that names fewer tokens than the longest repeats some. Tokens beyond the mapped part are exact anyway.
-        target_cache: a cache of the target from an earlier turn. What it holds beyond the longest common prefix of `target_ids`
-            and `input_ids` is cropped off; what is common is kept, and only newer tokens are mapped. It is changed and becomes
-            the result's cache, unless tokens are run once more in a target with windows: that makes a new one.
-        target_ids: (B, n), the ids that `target_cache` was made from; needed with it.
-        on_error: ``raise``, or ``prefill``: whatever goes wrong, let the target prefill and say so in the result. What
-            `target_cache` holds of the conversation is kept then too, mapped tokens included, unless target or cache were what
-            went wrong. Ids, a mask or a target that no prefill could use raise an error in both cases.
+        source_cache: the source's cache; it is not changed.
+        attention_mask: (B, S), for left-padded batches: 0 on padding. All ones by default.
+        exact_head: number of first tokens that the target runs itself.
+        exact_tail: number of last tokens of the moved prefix that the target runs itself.
+        recompute: share of the moved prefix, 0 to 1, that the target runs again: the tokens that `guide` attends to (see
+            `kvfit.runtime.recompute`). It costs this share of a prefill and restores exact content where the question needs
+            it. ``auto`` chooses the share from the guide's attention. A share below that of the mapper's evaluation warns once.
+        guide: the loaded source; `recompute` needs it.
+        exact_tokens: tokens to run again, instead of `recompute`: indices into the conversation, (C,) or (B, C), not a mask.
+            A row with fewer tokens than the longest row repeats some. Tokens beyond the mapped part are exact anyway.
+        target_cache: a cache of the target from an earlier turn. The longest common prefix of `target_ids` and `input_ids` is
+            kept, everything after it is cropped off, and only newer tokens are mapped. It is changed in place and becomes the
+            result's cache; only if tokens are run again in a target with windows, the result gets a new cache.
+        target_ids: (B, n), the ids that `target_cache` was made from; needed with `target_cache`.
+        on_error: ``raise``, or ``prefill`` to let the target prefill after any error and to report that in the result. The
+            prefill still reuses what `target_cache` holds of the conversation, mapped tokens included, unless the error was in
+            the target or that cache. Ids, a mask or a target with which a prefill is impossible raise in both cases.
 
     Returns:
         The cache, the ids still to run, and what was done. Continue with ``moved.generate(max_new_tokens=...)``.
 
     Raises:
-        MismatchError: the target or the guide is not the mapper's, or ids, mask and caches do not fit each other, or the target
-            would have to run an image's placeholder. `target_cache` then holds what it held, or the tokens that it shares with
-            the conversation where it had been cropped to them before something went wrong.
+        MismatchError: the target or the guide is not the model that the mapper was fitted on, or ids, mask and caches do not
+            fit each other, or the target would have to run the placeholder of an image. `target_cache` is then unchanged, or
+            cropped to the tokens that it shares with the conversation.
         UnsupportedModelError: a model's attention kernel cannot do what `recompute` or `exact_tokens` needs, or the target does
             not fill its cache.
     """
@@ -158,7 +158,7 @@ def handoff(
         if on_error == "raise":
             raise
         reason = str(error) if isinstance(error, KvfitError) else f"{type(error).__name__}: {error}"
-    if reason is not None:  # outside the handler, whose error would keep all that the attempt has allocated alive
+    if reason is not None:  # not in the handler, where the error would keep the memory of the attempt alive
         filled = mover.prefill()
     return _handoff(mover, filled, reason)
 
@@ -181,11 +181,11 @@ def _handoff(mover: Mover, filled: Filled, reason: str | None) -> Handoff:
 
 
 def _warn_of_less(mapper: Mapper, recompute: float) -> None:
-    """A verdict speaks of the handoff that was judged: with less recomputed, recall may be gone and nothing else show it."""
+    """Warn if less is recomputed than in the evaluation: recall may be lost, and nothing else would show it."""
     if recompute < mapper.judged_recompute:
         warnings.warn(
             f"mapper {mapper.spec.source.ref} -> {mapper.spec.target.ref}: found recompute={recompute:g}, needed "
-            f"{mapper.judged_recompute:g} as its verdict {mapper.verdict} was found with: pass recompute="
-            f"{mapper.judged_recompute:g} and guide=, or evaluate without",
-            stacklevel=4,  # handoff and torch's no_grad are between this and the caller
+            f"{mapper.judged_recompute:g}, the share at which it was evaluated as {mapper.verdict}: pass recompute="
+            f"{mapper.judged_recompute:g} and guide=, or evaluate the mapper without it",
+            stacklevel=4,  # handoff and torch's no_grad are between this function and the caller
         )

@@ -1,4 +1,4 @@
-"""The models that a mapper has met: each is checked once, and again once its weights have changed."""
+"""The models that a mapper has checked. A model is checked once, and again after it has changed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvfit.runtime.same_tokens import check_same_tokens
 from kvfit.spec import MapperSpec, ModelSpec
 
 Role = Literal["source", "target"]
-GLANCED_TOKENS = 32  # of each row, in a handoff without a guide
+GLANCED_TOKENS = 32  # tokens compared per row, in a handoff without a guide
 
 
 class KnownModels:
-    """Models that were checked, by role. Weak: a mapper must not keep a model alive. Threads may share it."""
+    """The checked models, by role. References are weak, so that a mapper keeps no model alive. Threads may share one."""
 
     def __init__(self, spec: MapperSpec) -> None:
-        """Know no model yet of the mapper with this spec."""
+        """Start without any checked model."""
         self._specs: dict[str, ModelSpec] = {"source": spec.source, "target": spec.target}
         self._spec = spec
         self._stamps: weakref.WeakKeyDictionary[Any, dict[str, WeightStamp]] = weakref.WeakKeyDictionary()
@@ -38,11 +38,11 @@ class KnownModels:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many models are known."""
+        """The number of checked models."""
         return len(self._stamps)
 
     def copy(self) -> KnownModels:
-        """The same knowledge, for a mapper with its weights elsewhere."""
+        """A copy, for a mapper with the same spec whose weights are on other devices."""
         other = KnownModels(self._spec)
         with self._lock:
             other._stamps.update((model, dict(roles)) for model, roles in self._stamps.items())
@@ -50,10 +50,10 @@ class KnownModels:
         return other
 
     def check(self, role: Role, model: Any) -> None:
-        """Check a model unless it is known and unchanged. For None, do nothing.
+        """Check a model in full, unless that was done before and it has not changed since. None is accepted.
 
         Raises:
-            MismatchError: names the model and the field that differs.
+            MismatchError: the model differs from the spec; names the model and the field.
         """
         if model is None:
             return
@@ -64,10 +64,10 @@ class KnownModels:
             self.verify(role, model)
 
     def check_tokens(self, pairs: Pairs, input_ids: Tensor, attention_mask: Tensor) -> None:
-        """Check that a source's cache is of some ids, as far as a source that is known can tell.
+        """Check that a source's cache was made from some ids, if the source is among the checked models.
 
         Raises:
-            MismatchError: names the first token that differs.
+            MismatchError: a token differs; names the first.
         """
         with self._lock:
             source = next((model for model, roles in self._stamps.items() if "source" in roles), None)
@@ -76,10 +76,10 @@ class KnownModels:
             check_same_tokens(source, pairs, input_ids, prefix, attention_mask, GLANCED_TOKENS)
 
     def check_rewrite(self, target_model: Any) -> None:
-        """Check that the target can run chosen tokens again, unless it is known to.
+        """Check that the target can run chosen tokens again. The expensive part is done once per model.
 
         Raises:
-            UnsupportedModelError: says why it cannot.
+            UnsupportedModelError: it cannot; says why.
         """
         model = unwrapped(target_model)
         refuse_attention(model, "to run chosen tokens")  # may change from call to call
@@ -88,23 +88,23 @@ class KnownModels:
             self._rewrites.add(model)
 
     def places(self, target_model: Any) -> list[Place]:
-        """Where each of the target's layers caches. Its modules are walked once, and only looked at later."""
+        """Device and dtype of each target layer's cache. The target's modules are searched on the first call only."""
         model, n_layers = unwrapped(target_model), self._spec.target.n_layers
         if model not in self._layers:
             self._layers[model] = layer_parameters(model, n_layers)
         try:
             devices = [running_device(model, path, name) for path, name in self._layers[model]]
-        except AttributeError:  # an adapter was put on or taken off
+        except AttributeError:  # an adapter was added or removed
             self._layers[model] = layer_parameters(model, n_layers)
             devices = [running_device(model, path, name) for path, name in self._layers[model]]
         dtype = cache_dtype(target_model)
         return [Place(device, dtype) for device in devices or [torch.device("cpu")] * n_layers]
 
     def verify(self, role: Role, model: Any, *tokenizer: Any) -> None:
-        """Check a model, and a tokenizer where one is given, whether it is known or not.
+        """Check a model in full, and a tokenizer if there is one, whether or not that was done before.
 
         Raises:
-            MismatchError: names the model and the field that differs.
+            MismatchError: the model differs from the spec; names the model and the field.
             UnsupportedModelError: the mapper reads the target's first layer, and this model's first layer needs attention.
         """
         require_model(model, f"{role}_model")
@@ -120,5 +120,5 @@ class KnownModels:
         self._bound = weakref.ref(unwrapped(target_model))
 
     def bound(self) -> Any:
-        """The target that was bound, None where there is none or it is gone."""
+        """The target that was bound; None if there is none or it no longer exists."""
         return None if self._bound is None else self._bound()

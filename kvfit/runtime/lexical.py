@@ -1,4 +1,4 @@
-"""The target's first layer: exact without attention, and an input of the maps of a spec with `lexical_lags`."""
+"""The target's first layer, which is exact without attention, as an input of the maps of a spec with `lexical_lags`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from kvfit.spec import MapperSpec
 
 @dataclass(frozen=True)
 class FreeLayer:
-    """Where the target's first layer comes from; the arguments of `Mapper.transfer` of the same names.
+    """The source of the target's first layer: arguments of `Mapper.transfer`.
 
     Attributes:
-        model: the target, None for the one that the mapper is bound to.
-        input_ids: (B, T) of the tokens in the source's cache.
-        given: its keys and values, (B, H, T, D), in place of the other two.
+        model: the target; None for the one that the mapper is bound to.
+        input_ids: (B, T), ids of the tokens in the source's cache.
+        given: keys and values of the layer, (B, H, T, D), in place of the other two.
     """
 
     model: Any
@@ -33,20 +33,20 @@ class FreeLayer:
     def read(
         self, spec: MapperSpec, models: KnownModels, pairs: Pairs, positions: Tensor, start: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of the last tokens, as many as the maps of tokens `start` to T - 1 read, (B, H, T', D).
+        """Keys and values of the last T' tokens, (B, H, T', D): those that the maps of tokens `start` to T - 1 read.
 
         Returns:
-            None for a mapper that does not read them.
+            The keys and values; None for a mapper that does not read them.
 
         Raises:
-            MismatchError: what was passed does not fit the source's cache, or is not enough.
+            MismatchError: an argument does not fit the source's cache, or one is missing.
         """
         batch, _, total, _ = pairs[0][0].shape
         input_ids = None if self.input_ids is None else check_ids(self.input_ids, batch, total)
         given = None if self.given is None else check_first_layer(spec.target, self.given, batch, total)
         if not spec.lexical_lags:
             return None
-        # A lag looks back from `start` at most so far, and a token with fewer before it reads one that is not earlier.
+        # The longest lag of the first mapped token. A token with fewer tokens before it does not read an earlier one.
         begin = max(0, min(start, total - 1) - spec.lexical_lags[-1])
         if given is not None:
             return given[0][:, :, begin:], given[1][:, :, begin:]
@@ -63,10 +63,10 @@ class FreeLayer:
 
 
 class Lexical:
-    """The lexical inputs of one transfer: un-rotated keys and values of the target's first layer, and which token reads which.
+    """The lexical inputs of one transfer: un-rotated keys and values of the target's first layer, and an index per lag.
 
-    A token reads the one `lag` places earlier. One that has fewer before it reads the first token of its sequence; how many it
-    has is the difference of its position to the smallest one, so that left padding is never read.
+    A token reads the token `lag` places before it. If there are fewer tokens before it, it reads the first token of its
+    sequence. Their number is the difference of its position and the smallest position, so that left padding is never read.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Lexical:
         """Un-rotate the first layer once, for all lags.
 
         Args:
-            spec: the mapper's.
-            tables: the mapper's.
-            pair: the target's first layer over the last tokens of the sequence, keys and values (B, H, T - offset, D). The
-                offset is 0, or so large that the longest lag still fits before `start`.
-            positions: (T,) or (B, T), of all tokens.
+            spec: the mapper's spec.
+            tables: the mapper's rotary tables.
+            pair: keys and values of the target's first layer for the last tokens of the sequence, (B, H, T - offset, D). The
+                offset is 0, or leaves enough tokens before `start` for the longest lag.
+            positions: (T,) or (B, T), positions of all tokens.
             start: the first token that is mapped.
-            dtype: of the inputs.
-            device: of the inputs.
+            dtype: dtype of the inputs.
+            device: device of the inputs.
         """
         keys, values = (moved_to(half, device) for half in pair)
         batch, n_heads, held, head_dim = keys.shape
@@ -108,14 +108,14 @@ class Lexical:
             seen_keys.copy_(turned)
         self._rows = self._rows.view(batch * held, 2 * spec.target.width)
         positions = moved_to(positions, device).expand(batch, total)
-        earlier = (positions - positions.amin(-1, keepdim=True))[:, start:]  # tokens of the sequence before each
+        earlier = (positions - positions.amin(-1, keepdim=True))[:, start:]  # number of tokens before each one in its sequence
         own = torch.arange(start - offset, held, device=device)
         first_row = torch.arange(batch, device=device)[:, None] * held
-        # (lags, B, T - start): rows of the matrix above.
+        # (lags, B, T - start), row numbers of the matrix above
         self._index = torch.stack([first_row + (own - earlier.clamp(max=lag)).clamp(min=0) for lag in spec.lexical_lags])
 
     def write(self, out: Tensor, part: Part, buffers: Buffers) -> None:
-        """Write one chunk's inputs into `out`, (n, lags * 2 * H * D) and any strides, n the chunk's tokens."""
+        """Write the inputs of one chunk of n tokens into `out`, (n, lags * 2 * H * D) with any strides."""
         width = self._rows.shape[1]
         for place, index in enumerate(self._index):
             index = index[part.rows, part.tokens].reshape(-1)

@@ -1,4 +1,4 @@
-"""`Mapper`: a cache of the source in, a cache of the target out.
+"""`Mapper`: make a cache of the target from a cache of the source.
 
     keys:   target = rotate(inputs @ weight + bias, target angles)
     values: target = inputs @ weight + bias
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 class Mapper:
-    """A fitted map from one model's KV cache to another's. Frozen: no call changes it, so threads may share one.
+    """A fitted map from one model's KV cache to another's. No call changes it, so threads may share one.
 
-    Copies and pickles carry spec, weights and verdict; a copy checks the models that it meets anew.
+    Copies and pickles contain the spec, the weights and the verdict. A copy checks the models that it is used with again.
 
     Attributes:
-        spec: what it maps and how.
-        verdict: of the bundle's evaluation: ``pass``, ``fail`` or ``unknown``.
-        judged_recompute: share of the prefix that the target recomputed where the verdict was found. `handoff` warns where it
-            is to recompute less.
-        maps: its weights in memory.
+        spec: what it maps, and how.
+        verdict: verdict of the bundle's evaluation: ``pass``, ``fail`` or ``unknown``.
+        judged_recompute: share of the prefix that the target recomputed in the evaluation. `handoff` warns if it is asked
+            to recompute less.
+        maps: the weights in memory.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Mapper:
         verdict: Verdict = "unknown",
         judged_recompute: float = 0.0,
     ) -> None:
-        """Wrap weights.
+        """Make a mapper of weights in memory.
 
         Args:
             spec: the mapper's spec.
             weights: weight and bias per (kind, mapped target layer), as `kvfit.runtime.maps.Maps` describes them.
-            basis: the shared basis; None where `spec.rank` is None.
-            verdict: what the evaluation said.
-            judged_recompute: the share recomputed where it said so.
+            basis: the shared basis; None if `spec.rank` is None.
+            verdict: verdict of the evaluation.
+            judged_recompute: share that the target recomputed in the evaluation.
 
         Raises:
             MismatchError: weights or basis do not fit the spec or each other.
@@ -77,12 +77,11 @@ class Mapper:
 
     @classmethod
     def from_pretrained(cls, ref: str | Path, **options: Any) -> Mapper:
-        """`kvfit.load_mapper` under the name that libraries of the Hub use.
+        """`kvfit.load_mapper` under the name that other Hub libraries use, with the same arguments and errors.
 
-        Arguments and errors are those of `load_mapper`. To publish, push a bundle: a mapper in memory has no recipe, no
-        evaluation and no digests.
+        There is no `push_to_hub`: push a bundle instead, because a mapper in memory has no recipe, evaluation or digests.
         """
-        from kvfit import load_mapper  # by its public name, like any caller: the runtime knows nothing of the Hub
+        from kvfit import load_mapper  # by its public name, because this package must not import `hub`
 
         return load_mapper(ref, **options)
 
@@ -90,7 +89,7 @@ class Mapper:
     def from_bundle(
         cls, bundle: Bundle, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Mapper:
-        """The mapper of an opened bundle, its layers read straight to `device` in `dtype` (default: as stored, on the CPU).
+        """The mapper of an opened bundle, with its layers read to `device` in `dtype` (default: as stored, on the CPU).
 
         Raises:
             MismatchError: torch does not have `device` or cannot map in `dtype`.
@@ -110,15 +109,15 @@ class Mapper:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, biases and the basis in memory."""
+        """Size of all weights, biases and the basis in memory, in bytes."""
         return self.maps.nbytes
 
     def to(self, device: torch.device | str | Sequence[torch.device] | None = None, dtype: torch.dtype | None = None) -> Mapper:
-        """A mapper with its weights elsewhere.
+        """A mapper with its weights on other devices or in another dtype.
 
         Args:
-            device: one device, or a sequence with one per target layer. The basis goes with the first mapped layer.
-            dtype: of the weights; None keeps it.
+            device: one device, or a sequence of one per target layer. The basis is put with the first mapped layer.
+            dtype: dtype of the weights; None keeps it.
 
         Raises:
             MismatchError: torch does not have a device, or cannot map in the dtype.
@@ -128,19 +127,20 @@ class Mapper:
         return moved
 
     def bind(self, source_model: Any = None, target_model: Any = None, *, tokenizer: Any = None) -> Mapper:
-        """Check that these are the models that the mapper was fitted on, and put each layer's weights where that layer runs.
+        """Check that the mapper was fitted on these models, and put each layer's weights on the device that runs the layer.
 
         Args:
-            source_model: the loaded source, or None when it runs elsewhere.
+            source_model: the loaded source; None if it runs elsewhere.
             target_model: the loaded target, or None.
-            tokenizer: the tokenizer in use, checked too when given, against the models that are given or else both.
+            tokenizer: the tokenizer in use, to check it too. It is compared with the models that are passed, or with both if
+                none is.
 
         Returns:
             This mapper, with weights on the target's devices and in its dtype. It remembers the target, for transfers that need
             its first layer, but does not keep it alive.
 
         Raises:
-            MismatchError: names the model and the field that differs.
+            MismatchError: a model or the tokenizer differs; names the model and the field.
         """
         if source_model is not None:
             self._models.verify("source", source_model, tokenizer)
@@ -157,23 +157,23 @@ class Mapper:
         return bound
 
     def check_models(self, source_model: Any = None, target_model: Any = None) -> None:
-        """Check models at first use, and again once their weights were written or replaced or an adapter was put on.
+        """Check models at first use, and again after their weights were changed or replaced or an adapter was added.
 
         Raises:
-            MismatchError: names the model and the field that differs.
+            MismatchError: a model differs; names the model and the field.
         """
         self._models.check("source", source_model)
         self._models.check("target", target_model)
 
     def check_tokens(self, pairs: Pairs, input_ids: Tensor, attention_mask: Tensor) -> None:
-        """Check a few tokens of a source's cache against the ids (B, S), where the source was bound or used as a guide."""
+        """Check a few tokens of a source's cache against the ids (B, S), if the source was bound or used as a guide."""
         self._models.check_tokens(pairs, input_ids, attention_mask)
 
     def check_rewrite(self, target_model: Any) -> None:
         """Check at first use that the target can run chosen tokens of a cache again, as `handoff(recompute=...)` needs.
 
         Raises:
-            UnsupportedModelError: says why it cannot.
+            UnsupportedModelError: it cannot; says why.
         """
         self._models.check_rewrite(target_model)
 
@@ -190,31 +190,31 @@ class Mapper:
         first_layer: tuple[Tensor, Tensor] | None = None,
         chunk_tokens: int | None = None,
     ) -> Any:
-        """The target's cache for the tokens of a source cache.
+        """Make the target's cache for the tokens of a source cache.
 
-        NaN and infinity in the source's cache are not looked for, because that would wait for the device. `handoff` checks for
-        them; callers of `transfer` can call ``kvfit.model.cache.check_finite(cache)``.
+        This does not look for NaN and infinity in the source's cache, because it would have to wait for the device. `handoff`
+        does; callers of `transfer` can call ``kvfit.model.cache.check_finite(cache)``.
 
         Args:
-            source_cache: the source's cache, T tokens, per layer keys and values (B, H_source, T, D_source); never changed.
-            positions: rotary positions of its tokens, whole numbers, (T,) or (B, T); default 0 to T - 1. Left-padded batches
-                need them: ``(mask.cumsum(-1) - 1).clamp(min=0)``.
-            into: a cache of the target that holds the first n tokens; only tokens n to T - 1 are mapped and appended to it.
-            layers: target layers to make; the others stay empty. For callers that take some layers from elsewhere.
-            target_model: the target, checked, so that windowed layers get the cache type that drops what they do not need.
-            input_ids: (B, T), the tokens' ids. A mapper with lexical inputs needs them, and the target: bound, or passed here.
-            first_layer: instead of ids and target: the target's own first layer of all T tokens as its cache would hold it,
-                keys and values (B, H_target, T, D_target); not changed. For callers such as a serving engine.
-            chunk_tokens: tokens (over all sequences) mapped at a time; default by device.
+            source_cache: the source's cache of T tokens, per layer keys and values (B, H_source, T, D_source); not changed.
+            positions: rotary positions of its tokens, whole numbers, (T,) or (B, T); 0 to T - 1 by default. Left-padded
+                batches need them: ``(mask.cumsum(-1) - 1).clamp(min=0)``.
+            into: a cache of the target that holds the first n tokens. Tokens n to T - 1 are mapped and appended to it.
+            layers: target layers to make, for callers that take the others from elsewhere; those stay empty.
+            target_model: the target. It is checked, and windowed layers get the cache type that drops old tokens.
+            input_ids: (B, T), ids of the tokens. A mapper with lexical inputs needs them and the target, bound or passed.
+            first_layer: the target's own first layer in place of ids and target, for callers such as a serving engine: keys
+                and values (B, H_target, T, D_target) of all T tokens as its cache would hold them; not changed.
+            chunk_tokens: number of tokens, over all sequences, that are mapped at a time; chosen by device by default.
 
         Returns:
-            A cache of the target (`into` itself when given). Dtype and device of each layer are those of `into` where it holds
-            tokens, else of the target model, else the source cache's dtype and the weight's device.
+            A cache of the target, or `into` itself. A layer has the dtype and device of `into` if that holds tokens, else of
+            the target model, else the source cache's dtype and the weight's device.
 
         Raises:
-            MismatchError: the target is not the mapper's, or the cache does not have the source's geometry, or `positions`,
+            MismatchError: the target is another model, or the cache does not have the source's geometry, or `positions`,
                 `into`, `input_ids` or `first_layer` do not fit it, or a mapper with lexical inputs has neither ids and target
-                nor the first layer. Nothing has been changed then.
+                nor the first layer. Nothing has changed then.
         """
         self.check_models(None, target_model)
         pairs = caches.read_cache(source_cache)
@@ -236,7 +236,7 @@ class Mapper:
 
     @torch.no_grad()
     def transfer_layers(self, source_cache: Any, **options: Unpack[LayerOptions]) -> Pairs:
-        """As `transfer`, but plain tensors of tokens `start` to T - 1.
+        """As `transfer`, but for tokens `start` to T - 1 and returning plain tensors.
 
         Returns:
             Per target layer keys and values, (B, H_target, T - start, D).
@@ -245,13 +245,14 @@ class Mapper:
 
     @torch.no_grad()
     def stream_layers(self, source_cache: Any, **options: Unpack[LayerOptions]) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `transfer_layers`, but each target layer as soon as it is mapped, so that a caller can start on layer 0.
+        """As `transfer_layers`, but yielding each target layer as soon as it is mapped, so that a caller can start on layer 0.
 
-        The inputs of all tokens are held meanwhile: as many bytes as the source's cache, or r numbers a token with a basis.
+        The inputs of all tokens stay in memory until the end: as many bytes as the source's cache, or r numbers per token with
+        a basis.
 
         Returns:
-            An iterator of keys and values, (B, H_target, T - start, D), one pair per target layer. What does not fit is refused
-            before it is returned.
+            An iterator of keys and values, (B, H_target, T - start, D), one pair per target layer. Arguments that do not fit
+            are refused before this returns.
         """
         return self._plain(source_cache, **options).layer_by_layer()
 
@@ -266,7 +267,7 @@ class Mapper:
         first_layer: tuple[Tensor, Tensor] | None = None,
         chunk_tokens: int | None = None,
     ) -> Transfer:
-        """The transfer of all layers to places of their own."""
+        """A checked transfer of all layers into new tensors."""
         pairs = caches.read_cache(source_cache)
         check_source(self.spec.source, pairs, positions)
         if not 0 <= start <= pairs[0][0].shape[2]:
@@ -290,7 +291,7 @@ class Mapper:
         return Transfer(self.maps, Moved(cut, positions, start, first_layer), places, chunk_tokens)
 
     def _places(self, dtype: torch.dtype, target_model: Any, into: Any = None) -> list[Place]:
-        """Where the result of each target layer goes; `dtype` is the source cache's."""
+        """Device and dtype of the result of each target layer; `dtype` is that of the source's cache."""
         places = self.maps.places(dtype) if target_model is None else self._models.places(target_model)
         for layer_index, state in enumerate([] if into is None else caches.layer_states(into)):
             if state.keys is not None:

@@ -1,4 +1,4 @@
-"""A mapper's weights in memory: checked once, and moved between devices and dtypes."""
+"""A mapper's weights in memory: check them once, and move them between devices and dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Weights = Mapping[tuple[Kind, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a target layer's keys and values go, or where inputs are gathered."""
+    """Device and dtype of a target layer's keys and values, or of the gathered inputs."""
 
     device: torch.device
     dtype: torch.dtype
@@ -34,12 +34,13 @@ class Maps:
 
     Attributes:
         spec: what they map.
-        weights: per (kind, mapped target layer), weight of `spec.weight_shape` and bias (G,); any device, one floating dtype.
-        basis: the shared basis, of `spec.basis_shape` and the weights' dtype; None where `spec.rank` is None.
+        weights: per (kind, mapped target layer), the weight of `spec.weight_shape` and the bias (G,), on any device, all in one
+            floating-point dtype.
+        basis: the shared basis, of `spec.basis_shape` and the weights' dtype; None if `spec.rank` is None.
         tables: the rotary tables of both models.
 
     Raises:
-        MismatchError: a weight or the basis is missing or has another shape or dtype, or a bias lies on another device than its
+        MismatchError: a weight or the basis is missing or has another shape or dtype, or a bias is on another device than its
             weight.
     """
 
@@ -73,11 +74,11 @@ class Maps:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Maps, (self.spec, self.weights, self.basis)  # the tables keep tensors on devices
+        return Maps, (self.spec, self.weights, self.basis)  # the tables would add tensors on devices
 
     @classmethod
     def read(cls, bundle: Bundle, device: torch.device | str | None, dtype: torch.dtype | None) -> Maps:
-        """The weights of an opened bundle, each layer read straight to its place.
+        """The weights of an opened bundle, each layer read straight to the device.
 
         Raises:
             MismatchError: torch does not have the device or cannot map in the dtype.
@@ -91,12 +92,12 @@ class Maps:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights, biases and the basis."""
+        """Size of all weights, biases and the basis in bytes."""
         of_basis = 0 if self.basis is None else self.basis.nbytes
         return of_basis + sum(tensor.nbytes for pair in self.weights.values() for tensor in pair)
 
     def to(self, device: torch.device | str | Sequence[torch.device] | None, dtype: torch.dtype | None) -> Maps:
-        """The weights elsewhere; arguments and errors as of `Mapper.to`."""
+        """The weights on other devices or in another dtype; see `Mapper.to`."""
         n_layers = self.spec.target.n_layers
         devices = list(device) if isinstance(device, Sequence) and not isinstance(device, str) else [device] * n_layers
         if len(devices) != n_layers:
@@ -112,19 +113,19 @@ class Maps:
         return Maps(self.spec, weights, basis)
 
     def columns(self, layers: Iterable[int]) -> Columns:
-        """What the maps of some target layers read; made once for each choice of layers."""
+        """The columns that the maps of some target layers read, computed once for each choice of layers."""
         chosen = tuple(layers)
         if chosen not in self._columns:
             self._columns[chosen] = Columns(self.spec, chosen)
         return self._columns[chosen]
 
     def places(self, dtype: torch.dtype) -> list[Place]:
-        """With the weights of each target layer; a layer without weights goes with the first that has some."""
+        """The device of each target layer's weights, and `dtype`. A layer without weights goes with the first that has some."""
         first, n_layers = self.spec.mapped_layers[0], self.spec.target.n_layers
         return [Place(self.weights["keys", max(i, first)][0].device, dtype) for i in range(n_layers)]
 
     def inputs_place(self, layer_index: int) -> Place:
-        """Where the inputs are gathered, and in which dtype: on the basis, or with the weights of this layer."""
+        """Device and dtype in which the inputs are gathered: those of the basis, or of the weights of this layer."""
         tensor = self.weights["keys", layer_index][0] if self.basis is None else self.basis
         return Place(tensor.device, tensor.dtype)
 
@@ -137,6 +138,6 @@ def _require_place(device: Any, dtype: Any) -> None:
         return
     try:
         torch.empty(0, device=device)
-    except (TypeError, RuntimeError, AssertionError) as error:  # a torch built without CUDA asserts
+    except (TypeError, RuntimeError, AssertionError) as error:  # torch without CUDA raises an AssertionError
         reason = " ".join(str(error).split()).partition(". ")[0][:120]
         raise MismatchError(f"device: found {device!r}, needed one that torch has here, such as 'cpu' ({reason})") from None

@@ -1,13 +1,13 @@
-"""One conversation on its way from the source's cache to the target's.
+"""Move one conversation from the source's cache to the target's.
 
-The tokens of a conversation of S tokens, of which the source's cache covers T, end in one of four parts:
+A conversation of S tokens, of which the source's cache covers T, is split into four parts:
 
-    0 .. head              run by the target itself: the first tokens draw attention out of proportion, and maps get them wrong
+    0 .. head              run by the target: the first tokens get far more attention than others, and maps are bad at them
     head .. prefix-tail    mapped from the source's cache
-    prefix-tail .. prefix  run by the target itself, on top of the mapped tokens
+    prefix-tail .. prefix  run by the target, on top of the mapped tokens
     prefix .. S            left to the caller; at least one token, so that the first logits are the target's own
 
-with prefix = min(T, S - 1). Guided recompute then lets the target run the mapped tokens that matter most once more.
+with prefix = min(T, S - 1). With guided recompute the target then runs the most important of the mapped tokens again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvfit.runtime.rewrite import full_copy, refuse_static, rewrite
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts of a conversation end.
+    """The ends of the parts of a conversation, as token numbers.
 
     Attributes:
-        reused: tokens that the target's cache holds already.
-        head: the end of the first tokens that the target runs itself.
-        tail: the end of the mapped tokens.
-        prefix: the end of the tokens that are moved.
+        reused: end of the tokens that the target's cache already holds.
+        head: end of the first tokens, which the target runs itself.
+        tail: end of the mapped tokens.
+        prefix: end of the tokens that are moved.
     """
 
     reused: int
@@ -52,14 +52,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Filled:
-    """The target's cache and how its tokens came there, counted from the cache.
+    """The target's cache, and how its tokens got there according to its length.
 
     Attributes:
         cache: the target's cache.
         n_mapped: tokens per sequence that were mapped.
         n_exact: tokens per sequence that the target ran.
-        n_reused: tokens per sequence that were there before.
-        recomputed: (B, C), the tokens that the target ran once more, None for none.
+        n_reused: tokens per sequence that it held before.
+        recomputed: (B, C), the tokens that the target ran again; None if there are none.
     """
 
     cache: Any
@@ -86,17 +86,17 @@ class Mover:
         self.positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.padding = int((mask == 0).sum(-1).max())
         self.seconds: dict[str, float] = {}
-        # The target's own cache and how many first tokens it shares with the conversation; None until that is known.
+        # The cache that the caller passed, and how many first tokens it shares with the conversation; None until that is known.
         self.own: tuple[Any, int] | None = None
         self.placeholders = Placeholders(target_model, input_ids)
 
     def prefill(self) -> Filled:
-        """The target runs every token that its own cache does not hold already."""
+        """Let the target run every token that its own cache does not hold."""
         cache, reused = self.own or (None, 0)
         if cache is not None:
             try:
                 caches.crop(cache, reused)
-            except MismatchError:  # a window has dropped tokens; the cache is as it was
+            except MismatchError:  # a window has dropped tokens; the cache is unchanged
                 cache = None
         if cache is None:
             cache, reused = caches.new_cache(self.model), 0
@@ -120,7 +120,7 @@ class Mover:
             self.own = target_cache, reused
         mapper.check_models(wanted.guide)
         pairs, parts = self._parts(mapper, source_cache, wanted, reused)
-        if not wanted.recompute:  # else the guide looks at many more
+        if not wanted.recompute:  # with a guide, more tokens are compared later
             mapper.check_tokens(pairs, self.input_ids, self.mask)
         windowed = any(window is not None for window in mapper.spec.target.windows)
         tokens = self._chosen(wanted, pairs, min(parts.tail, pairs[0][0].shape[2]), reused if windowed else 0)
@@ -131,7 +131,7 @@ class Mover:
         self._refuse_what_cannot_run(mapper, parts, tokens)
         mapped = self._mapped(mapper, pairs, parts)
 
-        # Everything was checked and mapped; from here on the target's cache changes.
+        # Everything has been checked and mapped. From here on the target's cache changes.
         cache = caches.new_cache(self.model) if target_cache is None else target_cache
         if target_cache is not None:
             caches.crop(cache, reused)  # refuses before it changes anything
@@ -140,7 +140,7 @@ class Mover:
             return self._filled(mapper, cache, mapped, parts, tokens)
 
     def _parts(self, mapper: Mapper, source_cache: Any, wanted: Wanted, reused: int) -> tuple[Pairs, Parts]:
-        """The source's keys and values of the tokens that are moved, and where the parts end."""
+        """The source's keys and values of the tokens that are moved, and the ends of the parts."""
         pairs = caches.read_cache(source_cache)
         batch, length = self.input_ids.shape
         covered = pairs[0][0].shape[2]
@@ -150,21 +150,21 @@ class Mover:
                 "as input_ids has"
             )
         check_source(mapper.spec.source, pairs, self.positions[:, :covered])
-        # The target's cache may be ahead of the source's. Then nothing is mapped, and what it holds is kept.
+        # The target's cache may hold more tokens than the source's. Then nothing is mapped, and its tokens are kept.
         prefix = max(min(covered, length - 1), reused)
-        # The first real token of every row must be exact, so in a left-padded batch the head covers the longest padding too.
+        # The first real token of every row must be exact, so in a left-padded batch the head includes the longest padding.
         head = min(max(reused, self.padding + wanted.exact_head if wanted.exact_head else 0), prefix)
         tail = max(head, prefix - wanted.exact_tail)
         return [(keys[:, :, :prefix], values[:, :, :prefix]) for keys, values in pairs], Parts(reused, head, tail, prefix)
 
     def _mapped(self, mapper: Mapper, pairs: Pairs, parts: Parts) -> Pairs:
-        """The mapped keys and values of every target layer, checked; [] where no token is mapped."""
+        """The mapped keys and values of every target layer, checked; [] if no token is mapped."""
         if parts.tail <= parts.head:
             return []
         with _timed(self.seconds, "transfer"):
             cut = [(keys[:, :, : parts.tail], values[:, :, : parts.tail]) for keys, values in pairs]
-            # For an empty cache the head is mapped too, and overwritten with the target's own keys and values: appending to a
-            # cache that already holds a head would copy every layer.
+            # With an empty cache the head is mapped too, and then overwritten by the target's own keys and values, because
+            # appending to a cache that already holds the head would copy every layer.
             start = parts.head if parts.reused else 0
             mapped = mapper.transfer_layers(
                 cut,
@@ -173,7 +173,7 @@ class Mover:
                 target_model=self.model,
                 input_ids=self.input_ids[:, : parts.tail],
             )
-            # A source's cache may hold anything on padding, and an additive mask does not stop NaN.
+            # A source's cache may hold NaN on padding, and an additive mask does not remove it.
             if self.padding > parts.head:
                 padding = self.mask[:, start : parts.tail] == 0
                 for half in (half for pair in mapped for half in pair):
@@ -182,12 +182,12 @@ class Mover:
         return mapped
 
     def _filled(self, mapper: Mapper, cache: Any, mapped: Pairs, parts: Parts, tokens: Tensor | None) -> Filled:
-        """The target's cache with all parts. Empties `mapped`."""
+        """Fill the target's cache with all parts. This empties `mapped`."""
         windows = mapper.spec.target.windows
         before = caches.cache_length(cache)
-        # A windowed layer drops tokens, and a token that is run again may need to see them.
+        # A windowed layer drops tokens that a token which is run again may need.
         work = full_copy(cache) if tokens is not None and any(window is not None for window in windows) else cache
-        if tokens is not None and work is cache and not mapped:  # a caller may share this memory; elsewhere it is new
+        if tokens is not None and work is cache and not mapped:  # the caller may share this memory
             for layer in work.layers:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         n_exact = self._fill(work, mapped, parts)
@@ -204,20 +204,20 @@ class Mover:
         return Filled(cache, n_mapped=n_mapped, n_exact=n_exact, n_reused=before, recomputed=tokens)
 
     def _fill(self, cache: Any, mapped: Pairs, parts: Parts) -> int:
-        """Append the head, which the target runs, and the mapped tokens; returns how many tokens it ran."""
+        """Append the head, which the target runs, and the mapped tokens. Returns the number of tokens that it ran."""
         if parts.reused or not mapped:
             n_exact = self._run(cache, parts.reused, parts.head)
         else:
             own = caches.full_cache()
             n_exact = self._run(own, 0, parts.head)
-            for (keys, values), layer in zip(mapped, own.layers, strict=False):  # no layers where there is no head
+            for (keys, values), layer in zip(mapped, own.layers, strict=False):  # there are no layers without a head
                 keys[:, :, : parts.head], values[:, :, : parts.head] = layer.keys, layer.values
         for layer_index in range(len(mapped)):
-            caches.place(cache, layer_index, *mapped.pop(0))  # appending may copy, so at most one layer is held twice
+            caches.place(cache, layer_index, *mapped.pop(0))  # may copy; popping keeps only one layer in memory twice
         return n_exact
 
     def _run(self, cache: Any, start: int, stop: int, part: str = "exact") -> int:
-        """The target runs tokens start to stop - 1 on top of the cache; returns how many it ran."""
+        """Let the target run tokens start to stop - 1 on top of the cache. Returns the number of tokens that it ran."""
         if stop <= start:
             return 0
         with _timed(self.seconds, part):
@@ -242,7 +242,7 @@ class Mover:
             )
 
     def _chosen(self, wanted: Wanted, pairs: Pairs, tail: int, first: int) -> Tensor | None:
-        """(B, C), the tokens of first to tail - 1 to run again, ascending; None for none."""
+        """(B, C), the tokens among first to tail - 1 to run again, ascending; None if there are none."""
         batch, prefix = self.input_ids.shape[0], pairs[0][0].shape[2]
         if wanted.exact_tokens is None:
             if not wanted.recompute or tail <= first:
@@ -260,14 +260,14 @@ class Mover:
                 ).to(self.input_ids.device)
         else:
             tokens = wanted.indices(batch, prefix, self.input_ids.device)
-        # Tokens of the tail are exact already, and tokens that a windowed layer may have dropped cannot be run again. Every row
-        # needs the same number of tokens, so these are replaced by token `first`.
+        # Tokens of the tail are exact already, and tokens that a windowed layer may have dropped cannot be run again. They are
+        # replaced by token `first`, because every row needs the same number of tokens.
         outside = (tokens >= tail) | (tokens < first)
         tokens = tokens.masked_fill(outside, first).sort(dim=1).values
         return tokens if tokens.shape[1] and tail > first and not bool(outside.all()) else None
 
     def _common(self, mapper: Mapper, target_cache: Any, target_ids: Tensor | None) -> int:
-        """How many first tokens the target's cache and the conversation, without its last token, have in common."""
+        """How many first tokens the target's cache shares with the conversation, not counting the conversation's last token."""
         if target_cache is None:
             return 0
         batch, length = self.input_ids.shape
@@ -284,7 +284,7 @@ class Mover:
         return self.mask if self.padding else None
 
     def _refuse_what_cannot_run(self, mapper: Mapper, parts: Parts, tokens: Tensor | None) -> None:
-        """Refuse placeholders wherever the target is to run its own embedding of them."""
+        """Refuse placeholders among the tokens whose embeddings the target would compute itself."""
         self.placeholders.refuse(parts.reused, parts.tail if mapper.spec.lexical_lags else parts.head)
         self.placeholders.refuse(parts.tail, parts.prefix)
         if tokens is not None:

@@ -1,4 +1,4 @@
-"""What fills the target's cache is checked by what it left there, and undone when something goes wrong."""
+"""Check what each pass has written to the target's cache, and undo it if something goes wrong."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvfit.runtime.features import Pairs
 def run(
     model: Any, input_ids: Tensor, cache: Any, *, position_ids: Tensor | None = None, attention_mask: Tensor | None = None
 ) -> int:
-    """Run a model on the tokens that a cache lacks; see `kvfit.model.cache.forward`.
+    """Run a model on the tokens that follow a cache; see `kvfit.model.cache.forward`.
 
     Returns:
-        The number of tokens by which every layer of the cache has grown: those of `input_ids`.
+        The number of tokens by which every layer of the cache has grown, which is that of `input_ids`.
 
     Raises:
         UnsupportedModelError: a layer has grown by another number.
@@ -38,15 +38,15 @@ def run(
 
 
 def check_ran(cache: Any, ranges: Sequence[tuple[int, int]], mask: Tensor | None) -> None:
-    """Refuse NaN and infinity in tokens that the target ran. Waits once for each device.
+    """Refuse NaN and infinity in tokens that the target ran. This waits once for each device.
 
     Args:
-        cache: the target's.
-        ranges: the tokens, as [start, stop).
-        mask: (B, T), 0 on padding, which may hold anything; None without padding.
+        cache: the target's cache.
+        ranges: ranges of tokens, as [start, stop).
+        mask: (B, T), 0 on padding, which is not checked; None without padding.
 
-    Raises:
-        MismatchError: names the layer and kind.
+        Raises:
+            MismatchError: a value is not finite; names the layer and kind.
     """
     for start, stop in ranges:
         if stop <= start:
@@ -55,7 +55,7 @@ def check_ran(cache: Any, ranges: Sequence[tuple[int, int]], mask: Tensor | None
         for layer, state in zip(cache.layers, caches.layer_states(cache), strict=True):
             if state.keys is None:
                 continue
-            # A windowed layer has dropped the first tokens; a static one is longer than what it holds.
+            # A windowed layer has dropped its first tokens. A static layer has memory beyond its last token.
             dropped = max(0, state.length - state.keys.shape[2])
             part = slice(max(0, start - dropped), max(0, stop - dropped))
             pairs.append((_real(layer.keys[:, :, part], mask, stop), _real(layer.values[:, :, part], mask, stop)))
@@ -68,10 +68,10 @@ def check_ran(cache: Any, ranges: Sequence[tuple[int, int]], mask: Tensor | None
 
 
 def check_mapped(mapped: Pairs, source: Pairs, start: int, head: int) -> None:
-    """Refuse NaN and infinity in mapped keys and values, from token `start` of them and `head` of the source on.
+    """Refuse NaN and infinity in mapped keys and values from token `start` on, which is token `head` of the source.
 
     Raises:
-        MismatchError: names the layer and kind, of the source's cache where the fault is there.
+        MismatchError: a value is not finite; names the layer and kind, in the source's cache if the fault is there.
     """
     where = caches.first_nonfinite([(keys[:, :, start:], values[:, :, start:]) for keys, values in mapped])
     if where is not None:
@@ -92,12 +92,12 @@ def _real(half: Tensor, mask: Tensor | None, stop: int) -> Tensor:
 
 @contextmanager
 def undone_on_error(cache: Any, length: int, *, rewritten: bool = False) -> Iterator[None]:
-    """Put a cache back to its first `length` tokens, which it holds now, if the block raises.
+    """Restore a cache to its current `length` tokens if the block raises.
 
     Args:
         cache: a transformers cache.
-        length: tokens that it holds.
-        rewritten: whether the block changes these tokens too. Then they are kept meanwhile, which costs their memory.
+        length: number of tokens that it holds now.
+        rewritten: whether the block also changes these tokens. Then they are saved, which costs their memory.
     """
     kept = [_kept(layer, rewritten) for layer in cache.layers]
     try:
@@ -110,9 +110,9 @@ def undone_on_error(cache: Any, length: int, *, rewritten: bool = False) -> Iter
 
 
 def _kept(layer: Any, rewritten: bool) -> dict[str, Any] | None:
-    """What a layer needs to be put back; None where cropping is enough."""
+    """The attributes that are needed to restore a layer; None if cropping is enough."""
     static, windowed = "Static" in type(layer).__name__, getattr(layer, "is_sliding", False)
-    if static and windowed:  # written in place, and moves on
+    if static and windowed:  # it is overwritten in place
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in vars(layer).items()}
     return dict(vars(layer)) if not static and (windowed or rewritten) else None
 
@@ -123,7 +123,7 @@ def _restore(layer: Any, kept: dict[str, Any] | None, length: int) -> None:
         for name, value in kept.items():
             own = getattr(layer, name)
             if static and isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
-                own.copy_(value)  # compiled graphs know its address
+                own.copy_(value)  # compiled graphs keep its address
             else:
                 setattr(layer, name, value)
     elif getattr(layer, "keys", None) is None or layer.keys.dim() != 4:
@@ -132,6 +132,6 @@ def _restore(layer: Any, kept: dict[str, Any] | None, length: int) -> None:
         layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
     elif hasattr(layer, "crop"):
         layer.crop(length - int(layer.get_seq_length()))
-    else:  # before version 5 a static layer counts the tokens that are not zero
+    else:  # before version 5, a static layer's length is the number of tokens that are not zero
         layer.keys[:, :, length:] = 0
         layer.values[:, :, length:] = 0

@@ -1,15 +1,15 @@
-"""Guided recompute: which tokens of a moved conversation the target should run itself.
+"""Guided recompute: choose the tokens of a moved conversation that the target should run again.
 
-A map loses exact content: a code, a name, a number. The source still has the conversation, and its retrieval heads look
-straight at the tokens that the next answer needs. So it reads the last few tokens once more on its own cache and drafts the
-first words of the answer, and what these queries attend to says which tokens are worth the target's time:
+A map loses exact content: a code, a name, a number. The source still has the conversation, and its retrieval heads attend to
+the tokens that the next answer needs. So the source reads the last few tokens again on its own cache and drafts the first
+tokens of the answer, and the attention of these queries tells which tokens the target should run again:
 
     weights   attention of each query over the prefix without its first token, for every layer and head
-    heads     per query, the 16 with the largest single weight, averaged
-    worth     of a token: its weight for the last query of the question, or a part of its largest weight for another
-    windows   16 neighbouring tokens each, best sum first, until the budget is used
+    heads     per query, the mean of the 16 heads with the largest single weight
+    worth     of a token: its weight for the last query of the question, or a fraction of its largest weight for another query
+    windows   16 adjacent tokens each, the largest sum first, until the budget is used
 
-The last token of a question finds the answer where it takes one step; the draft looks where the second step leads.
+If the answer takes one step, the last token of the question attends to it. If it takes a second step, the draft does.
 
 Source: own measurements; see docs/guides/recompute.md.
 """
@@ -35,13 +35,13 @@ N_HEADS = 16
 WINDOW_TOKENS = 16
 QUESTION_TOKENS = 8
 DRAFT_TOKENS = 6
-# Of a query's attention that is not the question's last token: enough to add what only a second step asks for, too little to
-# displace what the last token finds.
+# Factor on the attention of queries other than the question's last token. It is large enough to add tokens that only a second
+# step needs, and too small to displace those that the last token attends to.
 OTHERS_WEIGHT = 0.35
-# Tokens of the source's cache that are compared with the ids, at most.
+# The most tokens per row of the source's cache that are compared with the ids.
 CHECKED_TOKENS = 1024
 
-# `auto` covers this share of what the queries look at, with no fewer and no more tokens than these shares of the prefix.
+# `auto` covers this share of the queries' attention, with a number of tokens between these shares of the prefix.
 AUTO_COVERED = 0.9
 AUTO_LEAST, AUTO_MOST = 0.02, 0.2
 
@@ -58,18 +58,18 @@ def guided_tokens(
     attention_mask: Tensor | None = None,
     excluded: Tensor | None = None,
 ) -> Tensor:
-    """The tokens that the guide looks at as it reads the end of the conversation and begins its answer.
+    """The tokens that the guide attends to while it reads the end of the conversation and begins its answer.
 
     Args:
-        guide: the source model, with attention ``sdpa`` or ``eager``.
+        guide: the source model, with attention implementation ``sdpa`` or ``eager``.
         pairs: its keys and values of the first `prefix` tokens, (B, H, prefix, D) per layer; not changed.
-        input_ids: (B, S) the conversation, S > prefix.
-        prefix: tokens that the guide has read.
-        among: the tokens to choose from; the first token of each sequence and padding come last in any case.
-        fraction: of the tokens up to the end of `among`, rounded up: how many to choose. ``auto``: as many as the guide's
-            attention asks for.
+        input_ids: (B, S), the conversation, S > prefix.
+        prefix: number of tokens that the guide has read.
+        among: the tokens to choose from. The first token of each sequence and padding are always chosen last.
+        fraction: share of the tokens up to the end of `among` to choose, rounded up; ``auto`` for as many as the guide's
+            attention needs.
         attention_mask: (B, S), 0 on left padding.
-        excluded: (B, S) booleans, tokens that should not be chosen either.
+        excluded: (B, S) booleans, further tokens to choose last.
 
     Returns:
         (B, C) indices into the conversation, ascending; C = ceil(fraction * among.stop).
@@ -93,21 +93,21 @@ def guided_tokens(
 
 
 def share_of(n_tokens: int, fraction: float) -> int:
-    """A share of some tokens, rounded up."""
-    # Less a rounding error of the product, so that 0.1 of 30 is 3.
+    """A share of a number of tokens, rounded up."""
+    # The product is rounded, so a little is subtracted; 0.1 of 30 is 3.
     return min(n_tokens, math.ceil(fraction * n_tokens - 1e-9))
 
 
 def auto_count(worth: Tensor, eligible: Tensor, window: int = WINDOW_TOKENS) -> int:
-    """How many tokens to choose so that they hold most of what the queries look at, in the row that needs most.
+    """The number of tokens to choose so that they get most of the queries' attention, in the row that needs most tokens.
 
     Args:
-        worth: (B, T) attention.
-        eligible: (B, T) tokens to choose from.
-        window: tokens chosen together.
+        worth: (B, T), attention to each token.
+        eligible: (B, T), the tokens to choose from.
+        window: number of tokens that are chosen together.
 
     Returns:
-        The tokens of the fewest windows that hold `AUTO_COVERED` of the attention, within `AUTO_LEAST` and `AUTO_MOST`.
+        The size of the fewest windows that get `AUTO_COVERED` of the attention, within `AUTO_LEAST` and `AUTO_MOST`.
     """
     n_tokens = worth.shape[1]
     mean = worth.double().masked_fill(~eligible, 0.0)
@@ -118,7 +118,7 @@ def auto_count(worth: Tensor, eligible: Tensor, window: int = WINDOW_TOKENS) -> 
 
 
 def candidates(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """(B, S) true for all but padding and the first token of each sequence."""
+    """(B, S), true except on padding and on the first token of each sequence."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     return (mask != 0) & (mask.cumsum(-1) > 1)
 
@@ -126,14 +126,14 @@ def candidates(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 def choose_tokens(weights: Tensor, eligible: Tensor, count: int, window: int = WINDOW_TOKENS) -> Tensor:
     """The tokens of the best windows.
 
-    A token is worth the sum of the best window that holds it, so that the best windows come first and whole; within one window
-    the token with the larger weight comes first.
+    A token counts as much as the best window that contains it, so the best windows are chosen first and complete. Within a
+    window, tokens with larger weights are chosen first.
 
     Args:
-        weights: (B, heads, T) attention; its mean over the heads counts.
-        eligible: (B, T) tokens to choose from; others only when these run out.
-        count: C, tokens to choose.
-        window: tokens of a window.
+        weights: (B, heads, T), attention; its mean over the heads is used.
+        eligible: (B, T), the tokens to choose from; others are chosen only if there are too few.
+        count: C, the number of tokens to choose.
+        window: number of tokens in a window.
 
     Returns:
         (B, C) ascending.
@@ -143,14 +143,14 @@ def choose_tokens(weights: Tensor, eligible: Tensor, count: int, window: int = W
     sums = mean.unfold(1, window, 1).sum(-1)  # (B, T - window + 1)
     around = F.pad(sums, (window - 1, window - 1), value=-math.inf).unfold(1, window, 1)
     worth = around.amax(-1).masked_fill(~eligible, -math.inf)  # (B, T)
-    # Sort by the lesser criterion first; the second sort keeps its order among equals.
+    # The minor criterion is sorted first; the second sort is stable and keeps its order among equals.
     order = mean.argsort(dim=1, descending=True, stable=True)
     order = order.gather(1, worth.gather(1, order).argsort(dim=1, descending=True, stable=True))
     return order[:, :count].sort(dim=1).values
 
 
 class _Reader:
-    """The guide, as it reads the last tokens of a conversation on its own cache and drafts an answer."""
+    """The guide, which reads the last tokens of a conversation on its own cache and drafts an answer."""
 
     def __init__(self, guide: Any, pairs: Pairs, input_ids: Tensor, prefix: int, attention_mask: Tensor | None) -> None:
         self.model = caches.unwrapped(guide)
@@ -159,16 +159,16 @@ class _Reader:
         self.input_ids = input_ids.to(device)
         self.mask = None if attention_mask is None else attention_mask.to(device)
         self.eligible = candidates(self.input_ids, self.mask)[:, :prefix]
-        # Of the pass that runs: the strongest heads so far, and their largest weights.
+        # The strongest heads of the current pass so far, and their largest weights.
         self.kept: Tensor | None = None  # (B, queries, heads, prefix)
         self.strength = torch.empty(0)  # (B, queries, heads)
         self.seen: set[int] = set()
 
     def worth(self) -> Tensor:
-        """(B, prefix) what the queries look at, on average over the strongest heads of each."""
+        """(B, prefix), the queries' attention to each token, averaged over the strongest heads of each query."""
         length = self.input_ids.shape[1]
         question = min(QUESTION_TOKENS, length)
-        start = min(self.prefix, length - question)  # what the cache holds of the question is read once more
+        start = min(self.prefix, length - question)  # tokens of the question that the cache holds are read again
         watch = Watch(self._take)
         cache = _roomy_cache(self.pairs, start, length - start + DRAFT_TOKENS, watch)
         if length - question > start:
@@ -192,7 +192,7 @@ class _Reader:
         return torch.stack([token == end for end in ends]).any(0) if ends else torch.zeros_like(token, dtype=torch.bool)
 
     def _run(self, cache: Any, ids: Tensor, length: int, watch: Watch | None = None, keep: int | None = None) -> Tensor:
-        """Run tokens on the cache, which holds `length` tokens then; with `watch` look at what they attend to."""
+        """Run tokens on the cache, which then holds `length` tokens; `watch` records what they attend to."""
         mask = self.mask
         if mask is not None:
             mask = F.pad(mask, (0, max(0, length - mask.shape[1])), value=1)[:, :length]
@@ -203,26 +203,26 @@ class _Reader:
         return caches.forward(self.model, ids, cache, attention_mask=mask, logits_to_keep=keep, base=keep is None)
 
     def _taken(self) -> Tensor:
-        """(B, queries, prefix) the mean of each query's strongest heads in the pass that has run."""
+        """(B, queries, prefix), the mean of each query's strongest heads in the last pass."""
         missing = sorted(set(range(len(self.pairs))) - self.seen)
         if missing or self.kept is None:
             raise UnsupportedModelError(
-                f"{self.model.config.model_type}, layer {missing[0] if missing else 0}: found no attention of it, needed a "
+                f"{self.model.config.model_type}, layer {missing[0] if missing else 0}: found no attention weights, needed a "
                 "softmax or scaled_dot_product_attention: choose the tokens yourself (exact_tokens=)"
             )
         return self.kept.mean(2)
 
     def _take(self, layer_index: int, weights: Tensor) -> None:
-        """Merge one layer's weights, (B, Hq, queries, T), into the strongest so far: all layers together would be large."""
+        """Merge a layer's weights, (B, Hq, queries, T), into the strongest so far; all layers would take too much memory."""
         weights = weights[..., : self.prefix].to(self.eligible.device, torch.float32).transpose(1, 2)
-        if weights.shape[3] < self.prefix:  # the last tokens of the prefix are read once more, and not yet in sight
+        if weights.shape[3] < self.prefix:  # the last tokens of the prefix are read again and are not cached yet
             weights = F.pad(weights, (0, self.prefix - weights.shape[3]))
         weights = weights.masked_fill(~self.eligible[:, None, None], 0.0)  # (B, queries, Hq, prefix)
         strength = weights.amax(-1)
         if self.kept is not None:
             weights, strength = torch.cat([self.kept, weights], 2), torch.cat([self.strength, strength], 2)
         if strength.shape[2] > N_HEADS:
-            # Of heads that are equally strong the first; `topk` says nothing about ties.
+            # Of equally strong heads the first is taken; `topk` does not specify which.
             best = strength.argsort(dim=2, descending=True, stable=True)[:, :, :N_HEADS]
             strength = strength.gather(2, best)
             weights = weights.gather(2, best[..., None].expand(-1, -1, -1, self.prefix))
@@ -231,7 +231,7 @@ class _Reader:
 
 
 def _roomy_cache(pairs: Pairs, length: int, room: int, watch: Watch) -> Any:
-    """A cache of the first `length` tokens, copied once, with room for more. `watch` learns which layer has cached its keys."""
+    """A cache with a copy of the first `length` tokens and room for more. It tells `watch` which layer has cached its keys."""
     from transformers import DynamicCache
 
     class RoomyCache(DynamicCache):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What a caller asks of `handoff`, checked before anything runs: the slips that torch would misread or report late."""
+"""Check the arguments of `handoff` before anything runs, for mistakes that torch would misread or report late."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvfit.model.decoder import input_device, unwrapped
 
 
 def checked_ids(model: Any, input_ids: Any) -> Tensor:
-    """The ids of a conversation, where the model wants them; reads their smallest and largest from the device, once.
+    """The ids of a conversation on the model's input device, checked. This reads the smallest and largest id from the device.
 
     Raises:
         MismatchError: they are not a (B, S) tensor of whole numbers, or lie outside the model's vocabulary.
     """
     if not isinstance(input_ids, Tensor):
-        # A BatchEncoding is what tokenizer(...) gives, and models take it with two stars; it is a UserDict, no dict.
+        # tokenizer(...) returns a BatchEncoding, which callers pass on by mistake. It is a UserDict, not a dict.
         names = isinstance(input_ids, Mapping) and "input_ids" in input_ids
         advice = 'pass its ["input_ids"]' if names else "make one with tokenizer(text, return_tensors='pt')[\"input_ids\"]"
         raise MismatchError(f"input_ids: found {type(input_ids).__name__}, needed a tensor (B, S) of token ids: {advice}")
@@ -37,21 +37,21 @@ def checked_ids(model: Any, input_ids: Any) -> Tensor:
             f"input_ids: found ids of {low} to {high}, needed 0 to {most} of the target's vocabulary: use the target's own "
             "tokenizer, and pad with one of its tokens"
         )
-    device = getattr(unwrapped(model), "device", None)  # of the first parameter; cheap, and nearly always the same
+    device = getattr(unwrapped(model), "device", None)  # cheap, and nearly always the input device
     return input_ids if input_ids.device == device else input_ids.to(input_device(model))
 
 
 def _vocabulary(model: Any) -> int | None:
-    """Rows of the embedding; None where it does not say."""
+    """Number of rows of the embedding; None if it does not say."""
     size = getattr(unwrapped(model).get_input_embeddings(), "num_embeddings", None)
     return size if isinstance(size, int) else None
 
 
 def checked_mask(input_ids: Tensor, attention_mask: Any) -> Tensor:
-    """(B, S) ones for tokens and zeros for padding, in the ids' dtype and on their device.
+    """The mask (B, S), 1 for tokens and 0 for padding, in the ids' dtype and on their device.
 
     Raises:
-        MismatchError: another shape, padding after a token, or a row that is all padding.
+        MismatchError: it has another shape, padding after a token, or a row that is all padding.
     """
     if attention_mask is None:
         return torch.ones_like(input_ids)
@@ -77,10 +77,10 @@ def checked_mask(input_ids: Tensor, attention_mask: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the target is to run itself; the arguments of `handoff` of the same names.
+    """What the target should run itself: arguments of `handoff`.
 
     Raises:
-        MismatchError: names the argument.
+        MismatchError: an argument has an invalid value; names it.
     """
 
     exact_head: int
@@ -105,8 +105,8 @@ class Wanted:
         """`exact_tokens` as (B, C) indices of the `prefix` moved tokens.
 
         Raises:
-            MismatchError: they are not indices of moved tokens. A mask, of booleans or of zeros and ones, is refused: read as
-                indices it would mean tokens 0 and 1.
+            MismatchError: they are not indices of moved tokens. A mask of booleans or of zeros and ones is refused too, because
+                as indices it would mean tokens 0 and 1.
         """
         tokens = _tensor(self.exact_tokens)
         if tokens is None or _booleans(self.exact_tokens) or tokens.dtype == torch.bool:
@@ -125,7 +125,7 @@ class Wanted:
             low, high = torch.stack(torch.aminmax(tokens)).tolist()
             if not 0 <= low <= high < prefix:
                 raise MismatchError(f"exact_tokens: found {low} to {high}, needed indices of the {prefix} moved tokens")
-            # Repeats fill up rows that name fewer tokens than the longest one, so that one has none; a mask of 0 and 1 has.
+            # Rows with fewer tokens than the longest are filled up with repeats, so the longest row has none. A 0/1 mask has.
             if bool((tokens.sort(dim=1).values.diff(dim=1) == 0).any(dim=1).all()):
                 raise MismatchError(
                     f"exact_tokens: found a token named twice in every row of {tokens.shape[1]}, needed each token once in the "
@@ -142,7 +142,7 @@ def _tensor(tokens: Any) -> Tensor | None:
 
 
 def _booleans(tokens: Any) -> bool:
-    """Whether a sequence holds a boolean anywhere; beside numbers torch would read it as 0 or 1."""
+    """Whether a sequence contains a boolean at any depth, which torch would read as 0 or 1 among numbers."""
     if isinstance(tokens, list | tuple):
         return any(_booleans(item) for item in tokens)
     return isinstance(tokens, bool)

@@ -1,4 +1,4 @@
-"""Running some tokens of a cached sequence again, their fresh keys and values in the place of the cached ones."""
+"""Run some tokens of a cached sequence again and replace their cached keys and values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model.cache import base_model, cache_argument, cache_dtype, full_cache, place
 from kvfit.model.decoder import family, input_device, text_config, unwrapped
 
-# Tokens that are run at a time. A mask has so many rows, and a row is as long as the sequence. A later chunk sees the fresh
-# keys of an earlier one, so the result is that of one pass.
+# Tokens that are run at a time, to bound the memory of the mask, which has a row as long as the sequence for each of them. A
+# later chunk sees the new keys of an earlier one, so the result is that of a single pass.
 CHUNK_TOKENS = 512
 
 
 def refuse_static(cache: Any) -> None:
-    """Refuse a cache whose memory is of a fixed length: a token cannot be run again in it.
+    """Refuse a cache of fixed length, in which a token cannot be run again.
 
     Raises:
-        MismatchError: names the layer.
+        MismatchError: a layer is static; names it.
     """
     for layer_index, layer in enumerate(cache.layers):
         if "Static" in type(layer).__name__:
@@ -32,7 +32,7 @@ def refuse_static(cache: Any) -> None:
 
 
 def full_copy(cache: Any) -> Any:
-    """A `full_cache` with the same tokens; those that a windowed layer has dropped are zeros and must not be attended to."""
+    """A `full_cache` of the same tokens. Those that a windowed layer has dropped are zeros and must not be attended to."""
     full = full_cache()
     for layer_index, layer in enumerate(cache.layers):
         if (seen := int(layer.get_seq_length())) == 0:
@@ -48,9 +48,9 @@ def full_copy(cache: Any) -> Any:
 
 
 def _rewriting_cache(cache: Any, tokens: Tensor, stop: int) -> Any:
-    """The layers of a full-length cache, in which an update overwrites the tokens (B, C) instead of appending.
+    """A cache with the layers of a full-length cache, whose updates overwrite the tokens (B, C) instead of appending.
 
-    The model sees the first `stop` tokens only: those after the last one that is run are in nobody's past.
+    The model sees only the first `stop` tokens, because no token that is run may attend to later ones.
     """
     from transformers import DynamicCache
 
@@ -82,29 +82,29 @@ def rewrite(
     windows: Sequence[int | None],
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> None:
-    """Run some tokens of a cached sequence again and put their fresh keys and values in the place of the cached ones.
+    """Run some tokens of a cached sequence again and replace their cached keys and values.
 
-    In each layer a token attends to the earlier tokens' keys and values: fresh ones of those that are run again, cached ones of
-    the rest.
+    In each layer a token attends to the keys and values of the tokens before it: new ones for tokens that are run again, cached
+    ones for the others.
 
     Args:
-        model: a causal language model with attention ``sdpa`` or ``eager``.
-        input_ids: (B, T) ids of the tokens that the cache holds.
-        cache: a `full_cache` of T tokens; its memory is written to.
-        tokens: (B, C) which tokens to run, ascending; a token named twice is run twice, to the same end.
-        position_ids: (B, T).
+        model: a causal language model with attention implementation ``sdpa`` or ``eager``.
+        input_ids: (B, T), ids of the tokens that the cache holds.
+        cache: a `full_cache` of T tokens; changed in place.
+        tokens: (B, C), the tokens to run, ascending; a repeated token gives the same result.
+        position_ids: (B, T), their rotary positions.
         attention_mask: (B, T), 0 on padding.
-        windows: per layer the sliding window or None.
-        chunk_tokens: tokens of a row that are run at a time; bounds the memory of the masks.
+        windows: per layer, the sliding window or None.
+        chunk_tokens: number of tokens of a row that are run at a time, which bounds the memory of the masks.
 
-    Raises:
-        UnsupportedModelError: the model's attention takes no mask of our own.
+        Raises:
+            UnsupportedModelError: the model's attention does not take a custom mask.
     """
     model = unwrapped(model)
     refuse_attention(model, "to run chosen tokens")
     pieces = torch.split(tokens, chunk_tokens, dim=1)
     real = attention_mask.to(tokens.device).bool()
-    *ends, padded = torch.stack([*(piece.amax() + 1 for piece in pieces), (~real).any()]).tolist()  # one reading
+    *ends, padded = torch.stack([*(piece.amax() + 1 for piece in pieces), (~real).any()]).tolist()  # one read from the device
     for piece, stop in zip(pieces, ends, strict=True):
         base_model(model)(
             input_ids=input_ids.gather(1, piece.to(input_ids.device)),
@@ -116,36 +116,36 @@ def rewrite(
 
 
 def _masks(model: Any, tokens: Tensor, real: Tensor, padded: bool, windows: Sequence[int | None]) -> Any:
-    """Masks (B, 1, C, T) to be added, of the tokens (B, C) over the first T; one per kind of layer where windows differ."""
+    """Additive masks (B, 1, C, T) of the tokens (B, C) over the first T tokens; one per layer type if windows differ."""
     dtype = cache_dtype(model)
-    rows = tokens[:, :, None].int()  # half the memory of whole numbers of 8 bytes, on the way to (B, C, T)
+    rows = tokens[:, :, None].int()  # int32 halves the memory of the comparison (B, C, T)
     columns = torch.arange(real.shape[1], dtype=torch.int32, device=tokens.device)
     unseen = columns > rows
-    if padded:  # a token of the padding sees itself, so that its row is not empty
+    if padded:  # a padding token sees itself, so that its row is not empty
         unseen |= ~real[:, None, :] & (columns != rows)
-    none, all_of_it = torch.zeros((), dtype=dtype, device=tokens.device), torch.finfo(dtype).min
+    zero, lowest = torch.zeros((), dtype=dtype, device=tokens.device), torch.finfo(dtype).min
 
-    def additive(window: int | None) -> Tensor:  # the one form of mask that every backend adds or takes
+    def additive(window: int | None) -> Tensor:  # every backend accepts an additive mask
         hidden = unseen if window is None else unseen | (columns <= rows - window)
-        return torch.where(hidden, all_of_it, none)[:, None]
+        return torch.where(hidden, lowest, zero)[:, None]
 
     if len(set(windows)) == 1:
         return additive(windows[0])
-    kinds = text_config(model).layer_types  # models that mix windows take a mask per kind of layer
+    kinds = text_config(model).layer_types  # models that mix windows take a mask per layer type
     return {kind: additive(window) for kind, window in dict(zip(kinds, windows, strict=True)).items()}
 
 
 @torch.no_grad()
 def check_rewrite(model: Any, windows: Sequence[int | None]) -> None:
-    """Compare `rewrite` with a plain pass over a few tokens. Costs two passes over 12 tokens.
+    """Compare `rewrite` with a plain pass over a few tokens. This costs two passes over 12 tokens.
 
     Args:
         model: a causal language model.
-        windows: per layer the sliding window or None.
+        windows: per layer, the sliding window or None.
 
-    Raises:
-        UnsupportedModelError: running chosen tokens gives other keys and values than a plain pass, so the model's attention
-            depends on more than the mask and the positions that it is given.
+        Raises:
+            UnsupportedModelError: running chosen tokens gives other keys and values than a plain pass, so the model's attention
+                depends on more than its mask and positions.
     """
     model = unwrapped(model)
     refuse_attention(model, "to run chosen tokens")
@@ -153,21 +153,23 @@ def check_rewrite(model: Any, windows: Sequence[int | None]) -> None:
     ids = (torch.arange(n_tokens, device=device) * 5 + int(text_config(model).vocab_size) // 3)[None]
     ids = ids % int(text_config(model).vocab_size)
     positions = torch.arange(n_tokens, device=device)[None]
-    native, again = full_cache(), full_cache()
+    native, rewritten = full_cache(), full_cache()
     arguments: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "use_cache": True}
     base_model(model)(**arguments, **{cache_argument(model): native})
     for layer_index, layer in enumerate(native.layers):
         spoilt = [half.clone() for half in (layer.keys, layer.values)]
         for half in spoilt:
             half[:, :, 3::2] = half[:, :, :1]
-        place(again, layer_index, spoilt[0], spoilt[1])
+        place(rewritten, layer_index, spoilt[0], spoilt[1])
     chosen = torch.arange(3, n_tokens, 2, device=device)[None]
     try:
         mask = torch.ones_like(ids)
-        rewrite(model, ids, again, chosen, position_ids=positions, attention_mask=mask, windows=windows, chunk_tokens=n_tokens)
-    except Exception as error:  # whatever the model's own code raises is the reason
+        rewrite(
+            model, ids, rewritten, chosen, position_ids=positions, attention_mask=mask, windows=windows, chunk_tokens=n_tokens
+        )
+    except Exception as error:  # the model's own code failed
         raise _refusal(model, f"a pass over chosen tokens failed: {type(error).__name__}: {str(error)[:120]}") from error
-    for layer_index, (found, wanted) in enumerate(zip(again.layers, native.layers, strict=True)):
+    for layer_index, (found, wanted) in enumerate(zip(rewritten.layers, native.layers, strict=True)):
         for one, other in ((found.keys, wanted.keys), (found.values, wanted.values)):
             largest = float((one.float() - other.float()).abs().max() / other.float().abs().max())
             if not largest < 64 * torch.finfo(other.dtype).eps:
@@ -182,10 +184,10 @@ def _refusal(model: Any, reason: str) -> UnsupportedModelError:
 
 
 def refuse_attention(model: Any, purpose: str) -> None:
-    """Refuse a model whose attention kernel cannot be given a mask or watched, or that takes no positions (ALiBi).
+    """Refuse a model whose attention kernel takes no mask or cannot be watched, or that takes no positions (ALiBi).
 
     Raises:
-        UnsupportedModelError: names the kernel.
+        UnsupportedModelError: the kernel is another one, which it names, or the model takes no positions.
     """
     found = getattr(model.config, "_attn_implementation", None)
     if found not in ("sdpa", "eager"):

@@ -1,4 +1,4 @@
-"""Whether a source's cache was made from the tokens that a caller says, at the positions that the mask gives."""
+"""Check that a source's cache was made from the tokens that the caller passes, at the positions that follow from the mask."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvfit.model.decoder import input_device, unwrapped
 from kvfit.model.first_layer import first_layer
 from kvfit.runtime.features import Pairs
 
-_OTHER_TOKENS = "needed the cache of these very ids: beam search, returned sequences and edited text leave other ones"
+_OTHER_TOKENS = "needed the cache of exactly these ids: beam search, several sequences and edited text leave other tokens"
 _OTHER_POSITIONS = (
     "needed 0 for the first real token of each row: a forward pass over a left-padded batch needs "
-    "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), which generate makes and forward does not"
+    "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), which generate computes and forward does not"
 )
 
 
 def _first_unlike(held: Tensor, wanted: Tensor, real: Tensor) -> tuple[int, int] | None:
-    """Row and token of the first real token whose keys or values (B, H, T, D) differ by more than arithmetic explains."""
+    """Row and number of the first real token whose keys or values (B, H, T, D) differ by more than rounding can explain."""
     held, wanted = held.float(), wanted.to(held.device, torch.float32)
     error = (held - wanted).abs().amax((1, 3)) / wanted.abs().amax((1, 3)).clamp(min=1e-6)  # (B, T)
-    wrong = (error > 0.25) & real.to(error.device)  # other arithmetic differs by a few hundredths at most
+    wrong = (error > 0.25) & real.to(error.device)  # different arithmetic changes the result by a few hundredths at most
     if not bool(wrong.any()):
         return None
     row, token = wrong.nonzero()[0].tolist()
@@ -33,22 +33,22 @@ def _first_unlike(held: Tensor, wanted: Tensor, real: Tensor) -> tuple[int, int]
 def check_same_tokens(
     model: Any, pairs: Pairs, input_ids: Tensor, prefix: int, attention_mask: Tensor | None, most: int
 ) -> None:
-    """Refuse a cache of other tokens, such as one that beam search has left, or of other positions, as padding makes them.
+    """Refuse a cache of other tokens, as beam search leaves it, or of other positions, as padding causes them.
 
-    Layer 0 knows which token it was made from by its values, and at which position by its keys. Running it for a few tokens
-    costs no attention. Where it depends on more than the token, nothing can be told.
+    The values of layer 0 show which token they were made from, and the keys show the position. Computing them for a few tokens
+    needs no attention. If a model's layer 0 depends on more than the token, this check does nothing.
 
     Args:
         model: the source.
-        pairs: what its cache holds.
-        input_ids: (B, S).
-        prefix: how many of its first tokens the cache holds.
-        attention_mask: (B, S), None for all ones.
-        most: tokens of each row to look at: the last ones, where beams differ, and some of all the others, since an edit moves
-            what comes after it.
+        pairs: keys and values in its cache.
+        input_ids: (B, S), the conversation.
+        prefix: number of first tokens that the cache holds.
+        attention_mask: (B, S); None for all ones.
+        most: number of tokens to compare per row: the last ones, where beams differ, and a sample of the others, because an
+            edit shifts everything after it.
 
     Raises:
-        MismatchError: names the first token.
+        MismatchError: a token or its position differs; names the first.
     """
     model = unwrapped(model)
     input_ids = input_ids.to(input_device(model))
@@ -59,7 +59,7 @@ def check_same_tokens(
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, tokens]
     try:
         keys, values = first_layer(model, input_ids[:, tokens], positions)
-    except UnsupportedModelError:  # what a token's layer 0 is cannot be told without the tokens before it
+    except UnsupportedModelError:  # layer 0 cannot be computed from single tokens
         return
     real = mask[:, tokens] != 0
     for wanted, held, what, advice in (

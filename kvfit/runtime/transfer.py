@@ -1,8 +1,8 @@
-"""The arithmetic of a transfer: chunks of source features in, rows of the target's keys and values out.
+"""The arithmetic of a transfer: from chunks of source features to rows of the target's keys and values.
 
 Each chunk's inputs are one matrix (`kvfit.runtime.features`). With a shared basis it is projected once, and every target layer
-maps from the projection; without one, every target layer reads its columns of the matrix. Either way the map writes into the
-result itself wherever dtype and device allow.
+maps from the projection. Without one, every target layer reads its columns of the matrix. In both cases the map writes directly
+into the result if dtype and device allow it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvfit.runtime.lexical import Lexical
 from kvfit.runtime.maps import Maps, Place
 from kvfit.spec import KINDS
 
-# Tokens mapped at a time. On a processor: enough for the matrix products to run at full speed, few enough that a layer's
-# outputs are still in its cache when they are rotated. On a graphics card a kernel takes microseconds to start, so more.
+# Tokens mapped at a time. On a CPU they are enough for matrix products at full speed, and few enough for a layer's outputs to
+# stay in the processor's cache until they are rotated. On a GPU there are more, because every kernel takes time to start.
 CHUNK_TOKENS = 1024
 CHUNK_TOKENS_CUDA = 8192
 
 
 def chunk_length(device: torch.device) -> int:
-    """Tokens to map at a time on a device."""
+    """The default number of tokens to map at a time on a device."""
     return CHUNK_TOKENS if device.type == "cpu" else CHUNK_TOKENS_CUDA
 
 
@@ -47,11 +47,11 @@ class Moved:
     """The tokens to map.
 
     Attributes:
-        pairs: per source layer keys and values, (B, H, T, D): tokens `start` and later, checked.
-        positions: (start + T,) or (B, start + T), of all tokens.
+        pairs: per source layer, keys and values, (B, H, T, D), of the tokens from `start` on, checked.
+        positions: (start + T,) or (B, start + T), positions of all tokens.
         start: the first token that is mapped.
-        first_layer: the target's first layer, exact, (B, H, T', D): where lexical inputs are read. T' is start + T, or fewer
-            where the first tokens are not needed.
+        first_layer: keys and values of the target's first layer, exact, (B, H, T', D), if lexical inputs are read. T' is
+            start + T, or fewer if the first tokens are not needed.
     """
 
     pairs: Pairs
@@ -65,10 +65,10 @@ class _Chunk:
     """One chunk of tokens and its inputs.
 
     Attributes:
-        number: its place among the chunks.
+        number: the chunk's number.
         part: its sequences and tokens.
         angles: its cosines and sines.
-        inputs: (1 or H_source, n, width), n its tokens; under a basis their projection (1, n, r).
+        inputs: inputs of its n tokens, (1 or H_source, n, width); with a basis, their projection (1, n, r).
         copies: the inputs on other devices, for a target that is spread over several.
     """
 
@@ -79,7 +79,7 @@ class _Chunk:
     copies: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def inputs_on(self, device: torch.device) -> Tensor:
-        """The inputs on the device of a weight."""
+        """The inputs on a weight's device."""
         if self.inputs.device == device:
             return self.inputs
         if device not in self.copies:
@@ -91,13 +91,13 @@ class Transfer:
     """One transfer: the maps, the tokens, and the memory that chunks share."""
 
     def __init__(self, maps: Maps, moved: Moved, places: Mapping[int, Place], chunk_tokens: int | None) -> None:
-        """Prepare; nothing is computed but the lexical inputs.
+        """Prepare the transfer. Only the lexical inputs are computed here.
 
         Args:
-            maps: the mapper's.
-            moved: the tokens.
-            places: per target layer that is wanted, in order, device and dtype of its result.
-            chunk_tokens: tokens, over all sequences, mapped at a time; None for the device's own number.
+            maps: the mapper's weights.
+            moved: the tokens to map.
+            places: per requested target layer, in order, device and dtype of the result.
+            chunk_tokens: number of tokens, over all sequences, mapped at a time; None for the device's default.
 
         Raises:
             MismatchError: `chunk_tokens` is below 1.
@@ -120,7 +120,7 @@ class Transfer:
             self.lexical = Lexical(self.spec, maps.tables, moved.first_layer, moved.positions, moved.start, dtype, device)
 
     def all_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Keys and values (B, H, T, D) of every wanted layer, chunk by chunk: one chunk's inputs are held at a time."""
+        """Keys and values (B, H, T, D) of every requested layer, computed chunk by chunk with one chunk's inputs in memory."""
         exact = dict(self._exact_layers())
         out = {layer_index: self._empty(place) for layer_index, place in self.places.items()}
         for chunk in self._chunks(None) if out else ():
@@ -130,7 +130,7 @@ class Transfer:
 
     @torch.no_grad()
     def layer_by_layer(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The wanted layers in order, each once it is mapped; holds the inputs (r numbers with a basis) of all tokens."""
+        """The requested layers in order, each as soon as it is mapped. The inputs of all tokens stay in memory."""
         for _, pair in self._exact_layers():
             yield pair
         width = self.columns.width if self.maps.basis is None else self.maps.basis.shape[1]
@@ -143,7 +143,7 @@ class Transfer:
             yield _heads_first(halves)
 
     def _exact_layers(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """Copies of the layers that need no map; what a caller has passed in stays its own."""
+        """Copies of the layers that need no map, so that the caller's tensors are not shared."""
         for layer_index, place in self.exact:
             assert self.moved.first_layer is not None
             keys, values = (
@@ -155,13 +155,13 @@ class Transfer:
             yield layer_index, (keys, values)
 
     def _empty(self, place: Place) -> tuple[Tensor, Tensor]:
-        # (B, T, H, D): the order in which a matrix product makes its rows, so that it can write them in place.
+        # (B, T, H, D) is the layout of a matrix product's rows, so the product can be written in place.
         shape = (self.batch, self.total, self.spec.target.n_heads, self.spec.target.head_dim)
         keys, values = (torch.empty(shape, dtype=place.dtype, device=place.device) for _ in KINDS)
         return keys, values
 
     def _chunks(self, out: Tensor | None) -> Iterator[_Chunk]:
-        """Chunks with their inputs: in `out`, (heads, B * T, width), or each in the memory of the one before it."""
+        """Chunks with their inputs, in `out`, (heads, B * T, width), or each in the memory of the previous chunk."""
         mapped_positions = self.moved.positions[..., self.moved.start :]
         done = 0
         for number, part in enumerate(parts(self.batch, self.total, self.chunk_tokens)):
@@ -175,7 +175,7 @@ class Transfer:
     def _inputs(self, part: Part, turns: Angles, rows: int, out: Tensor | None) -> Tensor:
         dtype, device, basis = self.inputs_at.dtype, self.inputs_at.device, self.maps.basis
         features = out
-        if out is None or basis is not None or self.heads > 1:  # a part of several heads' inputs is not one piece of memory
+        if out is None or basis is not None or self.heads > 1:  # part of several heads' inputs is not contiguous
             features = self.buffers.take("features", (self.heads, rows, self.columns.width), dtype, device)
         assert features is not None
         read_inputs(features, self.spec, self.columns, self.maps.tables, self.moved.pairs, part, turns, self.buffers)
@@ -188,7 +188,7 @@ class Transfer:
         return features if out is None or out is features else out.copy_(features)
 
     def _write_layer(self, chunk: _Chunk, layer_index: int, halves: tuple[Tensor, Tensor]) -> None:
-        """Map one chunk of one target layer into its place in keys and values, (B, T, H, D)."""
+        """Map one chunk of one target layer into its keys and values, (B, T, H, D)."""
         for kind, half in zip(KINDS, halves, strict=True):
             weight, bias = self.maps.weights[kind, layer_index]
             result = half[chunk.part.rows, chunk.part.tokens]
@@ -213,7 +213,7 @@ class Transfer:
         if self.spec.support == "full":
             _accumulate(self._segments(chunk, 0, runs, weight.device), weight, bias, out)
             return
-        # A target head reads one source head; its columns of the result are written in place.
+        # A target head reads one source head, and its columns of the result are written in place.
         source, target = self.spec.source, self.spec.target
         for head in range(target.n_heads):
             columns = slice(head * target.head_dim, (head + 1) * target.head_dim)
@@ -221,11 +221,11 @@ class Transfer:
             _accumulate(segments, weight[head], bias[columns], out[:, columns])
 
     def _segments(self, chunk: _Chunk, head: int, runs: Runs, device: torch.device) -> list[Tensor]:
-        """The columns that a map reads, as matrices (n, any width), in the order of the weight's rows."""
+        """The columns that a map reads, as matrices of n rows, in the order of the weight's rows."""
         inputs = chunk.inputs_on(device)[head]
         segments = [inputs[:, start:stop] for start, stop in runs]
-        # Sums of products are rounded once only if they are one product; and many small products are slow on a graphics card.
-        # Neighbouring target layers, and keys and values of one, often read the same columns: those are gathered once.
+        # In a 16-bit dtype, adding several products rounds more often than one product, and on a GPU several small products are
+        # slow. Adjacent target layers, and keys and values of one layer, often read the same columns, which are gathered once.
         if len(segments) > 1 and (inputs.dtype not in (torch.float32, torch.float64) or device.type != "cpu"):
             key = (chunk.number, head, runs, device)
             if self._gathered is None or self._gathered[0] != key:

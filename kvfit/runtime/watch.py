@@ -1,4 +1,4 @@
-"""Reading attention weights off a running model, whichever backend it uses."""
+"""Read the attention weights of a running model, whichever backend it uses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SOFTMAXES = (F.softmax, torch.softmax, torch.Tensor.softmax)
 class Watch(TorchFunctionMode):
     """Reads the attention weights of a pass over a few tokens.
 
-    A function mode belongs to the thread that entered it, so nothing that other threads see is changed: neither the model nor
-    its configuration nor a registry of attention functions.
+    A function mode belongs to the thread that entered it, so nothing changes for other threads: neither the model, nor its
+    configuration, nor a registry of attention functions.
 
     Attributes:
-        rows: tokens of the pass.
+        rows: number of tokens of the pass.
     """
 
     def __init__(self, take: Callable[[int, Tensor], None]) -> None:
@@ -32,13 +32,13 @@ class Watch(TorchFunctionMode):
         self.layer_index: int | None = None
 
     def expect(self, layer_index: int | None) -> None:
-        """A layer has cached its keys, so its attention comes next; None for no layer."""
+        """Expect the attention of a layer next, because it has cached its keys; None to expect nothing."""
         self.layer_index = layer_index
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Look at softmaxes and fused attention; pass everything on."""
+        """Record softmaxes and fused attention, and call every function unchanged."""
         kwargs = kwargs or {}
         if self.layer_index is None:
             return func(*args, **kwargs)
@@ -70,15 +70,15 @@ def attention_weights(
     """Attention weights from the arguments of `scaled_dot_product_attention`.
 
     Args:
-        rows: query tokens.
-        query: (B, Hq, rows, D), or of a single token packed by groups as (B, H, Hq / H, D).
-        key: (B, H, T, D), with as many or fewer heads.
-        value: not needed.
-        attn_mask: booleans, or numbers to be added.
-        dropout_p: not needed.
-        is_causal: query i sees the first i + 1 keys.
-        scale: of the scores.
-        enable_gqa: not needed.
+        rows: number of query tokens.
+        query: (B, Hq, rows, D), or for a single token, packed by groups, (B, H, Hq / H, D).
+        key: (B, H, T, D), with as many heads or fewer.
+        value: not used.
+        attn_mask: a mask of booleans, or an additive one.
+        dropout_p: not used.
+        is_causal: whether query i sees only the first i + 1 keys.
+        scale: scale of the scores; None for the default.
+        enable_gqa: not used.
 
     Returns:
         (B, Hq, rows, T) float32.

@@ -464,7 +464,7 @@ def test_a_handoff_prints_in_a_line(pair):
     source, target, mapper = pair
     ids = tokens(2, 12)
     moved = handoff(mapper, target, ids, prefilled(source, ids), exact_tail=2, exact_tokens=[3, 4])
-    assert repr(moved) == "Handoff(applied: 2 x 12 tokens: 0 reused, 8 mapped, 2 of them run once more, 3 exact, 1 left to run)"
+    assert repr(moved) == "Handoff(applied: 2 x 12 tokens: 0 reused, 8 mapped, 2 of them run again, 3 exact, 1 left to run)"
     failed = handoff(mapper, target, ids, None, on_error="prefill")
     assert repr(failed).startswith(
         "Handoff(fallback_prefill: 2 x 12 tokens: 0 reused, 0 mapped, 11 exact, 1 left to run, reason: "
@@ -574,7 +574,7 @@ def test_less_recomputed_than_was_judged_warns(pair):
     judged = Mapper(judged.spec, judged.maps.weights, verdict="pass", judged_recompute=0.2)
     assert copy.copy(judged).judged_recompute == judged.to("cpu").judged_recompute == 0.2
     cache = prefilled(source, ids)
-    with pytest.warns(UserWarning, match=r"found recompute=0.1, needed 0.2 as its verdict pass was found with") as caught:
+    with pytest.warns(UserWarning, match=r"found recompute=0.1, needed 0.2, the share at which it was evaluated") as caught:
         handoff(judged, target, ids, cache, recompute=0.1, guide=source)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():

@@ -388,7 +388,7 @@ def test_attention_that_cannot_be_seen_is_refused(monkeypatch):
     ids = tokens(1, 11)
     pairs = caches.read_cache(prefilled(model, ids[:, :10]))
     monkeypatch.setattr("kvfit.runtime.watch.Watch._seen", lambda *_: None)
-    with pytest.raises(UnsupportedModelError, match=r"llama, layer 0: found no attention of it"):
+    with pytest.raises(UnsupportedModelError, match=r"llama, layer 0: found no attention weights"):
         guided_tokens(model, pairs, ids, prefix=10, among=range(10), fraction=0.2)
 
 
