@@ -1,8 +1,8 @@
-"""Files that are added to a finished bundle, such as an evaluation and a card.
+"""Add files to a finished bundle, such as an evaluation and a card.
 
-There is one commit point, the replacement of ``SHA256SUMS``. The new files are first written beside the old ones, under
-dotted names that end in their digest, where they mean nothing. Once ``SHA256SUMS`` lists their digests, whoever opens the
-bundle can put them in place; so a run that is killed in between, or a rename that fails, loses nothing.
+The commit point is the replacement of ``SHA256SUMS``. Before it, the new files are written next to the old ones, under names
+that begin with a dot and end with their digest, which readers ignore. After it, ``SHA256SUMS`` lists their digests, and anyone
+who opens the bundle can rename them into place. So a process that is killed in between, or a rename that fails, loses nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _STAGED = ".staged"
 
 
 def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
-    """Add or replace files that do not change what the mapper computes, and list them: all of them or none.
+    """Add or replace files that do not change what the mapper computes, and list them in ``SHA256SUMS``: all of them or none.
 
     Args:
         folder: the bundle.
         files: content by name: ``evaluation.json``, ``evaluation.md``, ``README.md``, ``LICENSE``, ``*.png``, ``*.svg``.
 
     Raises:
-        BundleError: another name, or content that a reader would refuse: nothing was changed. Or the disk refused: the
-            bundle is as it was, or the next reader completes the addition.
+        BundleError: a name is not allowed, or a reader would refuse the content; then nothing has changed. Or the disk
+            failed; then the bundle is unchanged, or the next reader completes the addition.
     """
     from filelock import FileLock
 
@@ -43,7 +43,7 @@ def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
                 check_evaluation(manifest.parse_record(name, data))
             if os.path.lexists(path / name):
                 manifest.check_regular(path, name)
-        with FileLock(path / ".lock"):  # the file stays behind, because removing it would let two in
+        with FileLock(path / ".lock"):  # the lock file is kept, because removing it would let two processes in
             digests = manifest.read(path)
             complete(path, digests)
             _discard_staged(path)
@@ -56,10 +56,10 @@ def add_files(folder: str | Path, files: Mapping[str, bytes]) -> None:
 
 
 def check_evaluation(evaluation: dict[str, Any]) -> None:
-    """Refuse an ``evaluation.json`` that does not say what a verdict needs.
+    """Refuse an ``evaluation.json`` without the fields that a verdict needs.
 
     Raises:
-        BundleError: names the field.
+        BundleError: a field is missing or wrong; names it.
     """
     if evaluation.get("verdict") not in ("pass", "fail", "unknown"):
         raise BundleError(
@@ -70,7 +70,7 @@ def check_evaluation(evaluation: dict[str, Any]) -> None:
 
 
 def _stage(folder: Path, files: Mapping[str, bytes], digests: Mapping[str, str]) -> None:
-    """Add the files, of whose bundle `digests` lists all; an `OSError` before the commit point leaves it as it was."""
+    """Write and commit the files; `digests` lists all files of the bundle. An error before the commit point changes nothing."""
     sums = folder / f".{manifest.MANIFEST}{_STAGED}"
     written = [sums]
     try:
@@ -90,10 +90,10 @@ def _stage(folder: Path, files: Mapping[str, bytes], digests: Mapping[str, str])
 
 
 def complete(folder: Path, digests: Mapping[str, str]) -> None:
-    """Put the files of an interrupted addition in place, if it had passed its commit point.
+    """Rename the files of an interrupted addition into place, if it had passed its commit point.
 
     Raises:
-        BundleError: a file cannot be put in place, because nobody may write there.
+        BundleError: a file cannot be renamed, because the folder is not writable.
     """
     present = {entry.name for entry in os.scandir(folder) if entry.name.endswith(_STAGED)}
     for name, digest in digests.items() if present else ():
@@ -113,7 +113,7 @@ def complete(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def _discard_staged(folder: Path) -> None:
-    """Remove what an addition left behind that did not reach its commit point; the caller must hold the bundle's lock."""
+    """Remove the files of an addition that did not reach its commit point. The caller must hold the bundle's lock."""
     for entry in list(os.scandir(folder)):
         if entry.name.startswith(".") and entry.name.endswith(_STAGED) and entry.is_file(follow_symlinks=False):
             os.unlink(entry.path)

@@ -1,6 +1,6 @@
-"""A bundle that is read: opened, checked in full, its weights read layer by layer.
+"""Read a bundle: open it, check it in full, and read its weights layer by layer.
 
-The format is described in ``docs/reference/bundle-format.md``. `Bundle.open` refuses everything that the page does not allow.
+``docs/reference/bundle-format.md`` describes the format. `Bundle.open` refuses everything that the page does not allow.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Verdict = Literal["pass", "fail", "unknown"]
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle that was opened and checked. Weights stay on disk until `layer` is called.
+    """An open bundle that has been checked. Its weights stay on disk until `layer` is called.
 
     Attributes:
-        folder: where it is.
-        spec: what the mapper maps.
+        folder: the bundle's folder.
+        spec: the mapper's spec.
         recipe: how the statistics were captured.
         solve: how the weights were solved.
-        evaluation: what `kvfit evaluate` found, None when it has not run.
+        evaluation: the result of `kvfit evaluate`; None if it has not run.
         digests: SHA-256 of every file, by name.
-        nbytes: bytes of all weight files.
+        nbytes: size of all weight files in bytes.
     """
 
     folder: Path
@@ -52,16 +52,16 @@ class Bundle:
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = True) -> Bundle:
-        """Open a bundle and check all of it but the weights' values, which are checked when a layer is read.
+        """Open a bundle and check everything except the values of the weights, which are checked when a layer is read.
 
-        An addition of files that was interrupted after its commit point is completed first.
+        If an addition of files was interrupted after its commit point, it is completed first.
 
         Args:
             folder: the bundle.
-            verify: False to leave the digests of the weight files to `check_weight_files`; all other checks stay.
+            verify: False to leave the digests of the weight files to `check_weight_files`. All other checks stay.
 
-        Raises:
-            BundleError: anything that the format does not allow; names the file and the field.
+            Raises:
+                BundleError: the format does not allow something; names the file and the field.
         """
         path = Path(folder)
         try:
@@ -70,7 +70,7 @@ class Bundle:
                 try:
                     return cls._open(path, verify)
                 except BundleError:
-                    # Files that somebody adds meanwhile may be new where the list is still the old one.
+                    # If somebody adds files meanwhile, some files may be newer than the list.
                     if sums == _content(path / manifest.MANIFEST):
                         raise
         except BundleError as error:
@@ -82,7 +82,7 @@ class Bundle:
     def _open(cls, folder: Path, verify: bool) -> Bundle:
         if not folder.is_dir():
             raise BundleError("no such folder")
-        # Before anything else: a newer format may differ in all other respects.
+        # The version comes first, because a newer format may differ in everything else.
         mapper_json.check_version(manifest.read_record(folder, "mapper.json"))
         digests = manifest.read(folder)
         complete(folder, digests)
@@ -96,7 +96,7 @@ class Bundle:
                 if tensor_name in tensors:
                     raise BundleError(f"file {name}, tensor {tensor_name[:80]!r}: already in {tensors[tensor_name].file}")
                 tensors[tensor_name] = tensor
-        # Read again, because only now it is known to be the file that is listed.
+        # It is read again because only now its digest is known.
         spec = mapper_json.read_spec(manifest.read_record(folder, "mapper.json", digests), folder, tensors)
         _check_tensors(spec, tensors)
         evaluation = manifest.read_record(folder, "evaluation.json", digests) if "evaluation.json" in digests else None
@@ -118,10 +118,10 @@ class Bundle:
         return bundle
 
     def check_weight_files(self) -> None:
-        """Compare the digests of all weight files with the listed ones, several files at once.
+        """Compare the digests of all weight files with ``SHA256SUMS``, several files at once.
 
         Raises:
-            BundleError: names the file that is another than the listed one, or that changed since the bundle was opened.
+            BundleError: a file has another digest, or has changed since the bundle was opened; names it.
         """
         try:
             self._check_weight_files()
@@ -138,19 +138,19 @@ class Bundle:
 
     @property
     def weights_digest(self) -> str:
-        """Digest of the spec and all weights: what a verdict binds to."""
+        """Digest of the spec and all weights. A verdict is bound to it."""
         return manifest.weights_digest(self.digests)
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict of the evaluation; ``unknown`` without one, or with one of other weights."""
+        """The verdict of the evaluation; ``unknown`` if there is none or it belongs to other weights."""
         if self.evaluation is None or self.evaluation["weights_digest"] != self.weights_digest:
             return "unknown"
         return cast(Verdict, self.evaluation["verdict"])
 
     @property
     def judged_recompute(self) -> float:
-        """Share of the prefix that the target recomputed in the arm that the verdict is about; 0 without such a verdict."""
+        """Share of the prefix that the target recomputed in the evaluation; 0 without a verdict."""
         share = None if self.verdict == "unknown" else records.value_at(self.evaluation, "options", "recompute")
         return float(share) if isinstance(share, int | float) and 0 <= share <= 1 else 0.0
 
@@ -168,15 +168,15 @@ class Bundle:
         Args:
             kind: ``keys`` or ``values``.
             layer_index: the target layer.
-            device: where to; the CPU by default.
-            dtype: of both; by default the one that the weights are stored in.
-            bias_dtype: of the bias alone, where it is to keep more digits than the weight (it is stored in float32).
+            device: the device; the CPU by default.
+            dtype: dtype of both; by default that of the stored weights.
+            bias_dtype: dtype of the bias alone, to keep more digits than in the weight. The bias is stored in float32.
 
         Returns:
-            weight, ``spec.weight_shape(kind, layer_index)``, and bias, (G,); memory of their own, not a view of the file.
+            The weight, of shape ``spec.weight_shape(kind, layer_index)``, and the bias, (G,). They are not views of the file.
 
         Raises:
-            BundleError: a value that is not finite, or a file that changed since the bundle was opened.
+            BundleError: a value is not finite, or the file has changed since the bundle was opened.
         """
         weight_dtype = dtype or self._stored_dtype
         names = (shards.layer_name(kind, layer_index, part) for part in ("weight", "bias"))
@@ -187,14 +187,14 @@ class Bundle:
         """Read the shared basis straight to a device.
 
         Args:
-            device: where to; the CPU by default.
-            dtype: by default the one that the weights are stored in.
+            device: the device; the CPU by default.
+            dtype: dtype of the result; by default that of the stored weights.
 
-        Returns:
-            (F, r), ``spec.basis_shape``, in memory of its own; None for a mapper without a shared basis.
+            Returns:
+                (F, r), ``spec.basis_shape``, not a view of the file; None for a mapper without a shared basis.
 
-        Raises:
-            BundleError: a value that is not finite, or a file that changed since the bundle was opened.
+            Raises:
+                BundleError: a value is not finite, or the file has changed since the bundle was opened.
         """
         if self.spec.rank is None:
             return None
@@ -206,10 +206,10 @@ class Bundle:
         return shards.TORCH_DTYPES[shards.STORED[self.spec.dtype]]
 
     def _read(self, *names: str, device: torch.device | str | None) -> list[Tensor]:
-        """Tensors of one file, as stored; on the CPU they may be views of the mapped file."""
+        """Tensors of one file as stored. On the CPU they may be views of the memory-mapped file."""
         place = torch.device(device or "cpu")
         if place.type == "cuda" and place.index is None:
-            place = torch.device("cuda", torch.cuda.current_device())  # the library would take the first
+            place = torch.device("cuda", torch.cuda.current_device())  # the library would take device 0
         file = self._tensors[names[0]].file
         path = self.folder / file
         try:
@@ -225,10 +225,10 @@ class Bundle:
         return stored
 
     def check_weights(self) -> None:
-        """Read every tensor once, so that a value that is not finite is found now.
+        """Read every tensor once to check that all values are finite.
 
         Raises:
-            BundleError: names the file and the tensor.
+            BundleError: a value is not finite; names the file and the tensor.
         """
         self.basis()
         for entry in self.spec.layers:
@@ -256,7 +256,7 @@ def _check_tensors(spec: MapperSpec, tensors: Mapping[str, shards.StoredTensor])
 
 
 def _content(path: Path) -> bytes | None:
-    """The content of a small file, None where it cannot be read."""
+    """The content of a small file; None if it cannot be read."""
     try:
         return records.read_capped(path, manifest.MAX_MANIFEST)
     except (OSError, ValueError):
@@ -264,5 +264,5 @@ def _content(path: Path) -> bytes | None:
 
 
 def _own(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    # On the CPU the library hands out the mapped file, which would follow whatever is written over it later.
+    # On the CPU the library returns views of the memory-mapped file, which would change if the file were overwritten.
     return stored.to(dtype, copy=stored.device.type == "cpu")

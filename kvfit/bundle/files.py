@@ -1,4 +1,4 @@
-"""Folders and files that appear whole or not at all, and the scratch folders that runs work in."""
+"""Write folders and files that appear completely or not at all, and the scratch folders for that."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from pathlib import Path
 from kvfit.errors import BundleError
 
 _LOCK = ".in-use"
-_UNLOCKED_SECONDS = 3600  # a run locks its scratch folder within milliseconds of making it
+_UNLOCKED_SECONDS = 3600  # a run locks its scratch folder within milliseconds of creating it
 
 
 def require_free(folder: str | Path) -> None:
-    """Refuse a destination that exists; for checking before long work.
+    """Refuse a destination that exists, to be called before long work.
 
     Raises:
-        BundleError: something is there already.
+        BundleError: the destination exists.
     """
     if os.path.lexists(folder):
         raise BundleError(f"bundle {folder}: already exists; choose another folder or remove it")
 
 
 def require_writable(destination: str | Path) -> None:
-    """Refuse a destination that no folder can be made at; for checking before long work.
+    """Refuse a destination where no folder can be created, to be called before long work.
 
     Raises:
-        BundleError: says which folder cannot be written, and why.
+        BundleError: a folder is not writable; says which, and why.
     """
     home = Path(destination).absolute().parent
     while not os.path.lexists(home):
         home = home.parent
     try:
-        # Asking for permissions is not enough: the superuser has them all, on a read-only disk too.
+        # A check of the permissions is not enough, because the superuser has all of them, even on a read-only disk.
         os.rmdir(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=home))
     except OSError as error:
         reason = error.strerror or error
@@ -50,11 +50,11 @@ def require_writable(destination: str | Path) -> None:
 def scratch_folder(destination: Path) -> Iterator[Path]:
     """A temporary sibling ``.NAME.XXXXXXXX.partial`` of `destination` that is removed when the block ends.
 
-    A run that was killed leaves its scratch folder behind; the next run for the same destination removes it. The folder of
-    a run that is still going on is left alone: it holds a lock, which the system takes from a process that ends.
+    The scratch folder of a run that was killed is removed by the next run for the same destination. The folder of a run that
+    is still active is kept: it holds a lock, which the system releases when a process ends.
 
     Raises:
-        BundleError: the disk refused inside the block (full, read-only); says so in one line.
+        BundleError: the disk failed inside the block (full, read-only).
     """
     from filelock import FileLock
 
@@ -97,22 +97,22 @@ def _is_abandoned(scratch: Path) -> bool:
 
 @contextmanager
 def whole_folder(destination: Path) -> Iterator[Path]:
-    """A scratch folder that becomes the destination when the block ends well, and vanishes when it does not.
+    """A scratch folder that is renamed to the destination when the block succeeds, and removed when it fails.
 
     Raises:
-        BundleError: the destination exists by then, or the disk refused (full, read-only); nothing is left behind.
+        BundleError: the destination exists at the end, or the disk failed (full, read-only). Nothing is left behind.
     """
     with scratch_folder(destination) as scratch:
         yield scratch
         (scratch / _LOCK).unlink(missing_ok=True)
         sync_folder(scratch)
-        require_free(destination)  # os.rename would take the place of an empty folder
+        require_free(destination)  # os.rename would replace an empty folder
         os.rename(scratch, destination)
         sync_folder(destination.parent)
 
 
 def write_file(path: Path, data: bytes) -> str:
-    """Write a new file down to the disk; returns its SHA-256 in hexadecimal."""
+    """Write a new file and flush it to the disk; returns its SHA-256 in hexadecimal."""
     with open(path, "xb") as stream:
         stream.write(data)
         stream.flush()
@@ -121,13 +121,13 @@ def write_file(path: Path, data: bytes) -> str:
 
 
 def sync_file(path: Path) -> None:
-    """Bring the content of a file that something else wrote down to the disk."""
+    """Flush a file that other code has written to the disk."""
     with open(path, "r+b") as stream:
         os.fsync(stream.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Bring a folder's names down to the disk."""
+    """Flush a folder's entries to the disk."""
     if os.name == "nt":
         return  # a folder cannot be opened there
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""``SHA256SUMS``: which files a bundle has, and whether they are the ones that were written."""
+"""``SHA256SUMS``, the manifest: the files that a bundle has, and their digests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvfit.errors import BundleError
 
 MANIFEST = "SHA256SUMS"
 MAX_MANIFEST = 1 << 20
-# Most bytes of each record. A recipe lists the digests of all documents; the others are far below a MiB.
+# The maximal size of each record in bytes. A recipe lists the digests of all documents; the others are far below a MiB.
 MAX_RECORD = {"mapper.json": 4 << 20, "recipe.json": 32 << 20, "solve.json": 8 << 20, "evaluation.json": 8 << 20}
-HASH_THREADS = 8  # a thread hashes about 1 GB/s, and disks deliver a few
+HASH_THREADS = 8  # a thread hashes about 1 GB/s, and disks read a few GB/s
 REQUIRED = ("mapper.json", "recipe.json", "solve.json")
 SHARD = re.compile(r"mapper-(\d{5})-of-(\d{5})\.safetensors", re.ASCII)
 EXTRA = re.compile(
@@ -28,12 +28,12 @@ _LINE = re.compile(r"([0-9a-f]{64})  (.+)", re.ASCII)
 
 
 def is_extra(name: str) -> bool:
-    """Whether a file of that name may be added to a finished bundle."""
+    """Whether a file of this name may be added to a finished bundle."""
     return EXTRA.fullmatch(name) is not None
 
 
 def is_meaning(name: str) -> bool:
-    """Whether a file of that name decides what the mapper computes."""
+    """Whether a file of this name determines what the mapper computes."""
     return name == "mapper.json" or SHARD.fullmatch(name) is not None
 
 
@@ -43,7 +43,7 @@ def render(digests: Mapping[str, str]) -> bytes:
 
 
 def weights_digest(digests: Mapping[str, str]) -> str:
-    """Digest of the spec and all weights, from the digests of the files; what a verdict binds to."""
+    """Digest of the spec and all weights, from the digests of the files. A verdict is bound to it."""
     lines = render({name: digest for name, digest in digests.items() if is_meaning(name)})
     return "sha256:" + hashlib.sha256(lines).hexdigest()
 
@@ -52,7 +52,7 @@ def entries(data: bytes) -> list[tuple[int, str, str]]:
     """(line number, digest, name) of every line.
 
     Raises:
-        BundleError: a malformed line, or a name listed twice.
+        BundleError: a line is malformed, or a name is listed twice.
     """
     try:
         lines = data.decode("ascii").split("\n")
@@ -98,7 +98,7 @@ def read(folder: Path) -> dict[str, str]:
     """The digests that a bundle lists, by name.
 
     Raises:
-        BundleError: ``SHA256SUMS`` is missing, or not as the format says.
+        BundleError: ``SHA256SUMS`` is missing or violates the format.
     """
     return parse(read_small(folder, MANIFEST, MAX_MANIFEST))
 
@@ -108,11 +108,11 @@ def read_record(folder: Path, name: str, digests: Mapping[str, str] | None = Non
 
     Args:
         folder: the bundle.
-        name: of the file.
-        digests: to compare the file's digest with.
+        name: name of the file.
+        digests: digests to compare the file's digest with; None not to.
 
     Raises:
-        BundleError: it is missing, too large, not the listed one, or not strict JSON object; names the file.
+        BundleError: the file is missing or too large, has another digest, or is not a strict JSON object; names it.
     """
     data = read_small(folder, name, MAX_RECORD[name])
     if digests is not None:
@@ -124,7 +124,7 @@ def parse_record(name: str, data: bytes) -> dict[str, Any]:
     """A JSON record from its text.
 
     Raises:
-        BundleError: not strict JSON object; names the file.
+        BundleError: the text is not a strict JSON object; names the file.
     """
     try:
         value = records.parse_json(data)
@@ -139,11 +139,11 @@ def dump_record(name: str, value: dict[str, Any]) -> bytes:
     """The text of a JSON record.
 
     Raises:
-        BundleError: a value that strict JSON does not have, or more than a reader takes; names the file.
+        BundleError: strict JSON has no such value, or a reader would refuse the size; names the file.
     """
     try:
         data = records.dump_json(value)
-        records.parse_json(data)  # so that nothing is written that cannot be read
+        records.parse_json(data)  # refuse to write what could not be read
     except ValueError as error:
         raise BundleError(f"file {name}: cannot be written as strict JSON ({records.one_line(error)})") from None
     if len(data) > MAX_RECORD.get(name, len(data)):
@@ -157,10 +157,10 @@ def shard_names(digests: Mapping[str, str]) -> list[str]:
 
 
 def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
-    """Check that a folder holds exactly the listed files, each of them a regular file.
+    """Check that a folder holds exactly the listed files, and that each is a regular file.
 
     Raises:
-        BundleError: a file is unlisted or missing, or is a link, a folder or a device; names the first one.
+        BundleError: a file is not listed or missing, or is a link, a folder or a device; names the first.
     """
     present = {entry.name for entry in os.scandir(folder) if not entry.name.startswith(".")}
     for name in sorted(present - set(digests) - {MANIFEST}):
@@ -172,7 +172,7 @@ def check_folder(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def check_regular(folder: Path, name: str) -> None:
-    """Refuse everything but a regular file, or a link from a snapshot of the Hub's cache into the cache's own blobs."""
+    """Refuse everything except a regular file, or a link from a snapshot of the Hub's cache to one of the cache's blobs."""
     path = folder / name
     try:
         mode = path.lstat().st_mode
@@ -190,7 +190,7 @@ def check_regular(folder: Path, name: str) -> None:
 
 
 def _is_blob(target: Path, folder: Path) -> bool:
-    """Whether a file lies where the Hub's client keeps the content of the snapshot CACHE/models--A--B/snapshots/COMMIT."""
+    """Whether a file is where the Hub's client stores the content of the snapshot CACHE/models--A--B/snapshots/COMMIT."""
     repository = folder.parent.parent
     own = target.parent == repository / "blobs"
     shared = target.parent.parent == repository.parent / "blobs"  # the client's store of content that repositories share
@@ -201,7 +201,7 @@ def read_small(folder: Path, name: str, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
 
     Raises:
-        BundleError: it is missing, no regular file, or larger.
+        BundleError: the file is missing, not a regular file, or larger.
     """
     check_regular(folder, name)
     with open(folder / name, "rb") as stream:
@@ -212,10 +212,10 @@ def read_small(folder: Path, name: str, limit: int) -> bytes:
 
 
 def check_digest(path: Path, found: str, digests: Mapping[str, str]) -> None:
-    """Refuse a file whose digest is not the listed one.
+    """Refuse a file whose digest differs from the listed one.
 
     Raises:
-        BundleError: names the file.
+        BundleError: the digests differ; names the file.
     """
     listed = digests[path.name]
     if found != listed:
@@ -225,30 +225,30 @@ def check_digest(path: Path, found: str, digests: Mapping[str, str]) -> None:
 
 
 def check_digests(folder: Path, names: Iterable[str], digests: Mapping[str, str]) -> None:
-    """Read files in full, several at once, and compare their digests with the listed ones.
+    """Compute the digests of several files at once, and compare them with the listed ones.
 
     Raises:
-        BundleError: names the first file, in the order of `names`, that is not the listed one.
+        BundleError: a digest differs; names the first file in the order of `names`.
     """
     paths = [folder / name for name in names]
-    with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing releases the interpreter's lock
+    with ThreadPoolExecutor(HASH_THREADS) as pool:  # hashing releases the GIL
         for path, found in zip(paths, pool.map(file_digest, paths), strict=True):
             check_digest(path, found, digests)
 
 
 def how_to_renew(path: Path) -> str:
-    """What to do about a damaged file: the Hub's client serves a damaged file of its cache until it is deleted."""
+    """Advice for a damaged file. One in the Hub's cache has to be deleted, because the client would use it again."""
     return f"delete {os.path.realpath(path)} and load it again" if path.is_symlink() else "fetch the bundle again"
 
 
 def stamp(path: Path) -> tuple[int, int, int]:
-    """Size, time of change and number of a file: they differ once somebody has written to it or replaced it."""
+    """Size, modification time and inode of a file, one of which changes if somebody writes to it or replaces it."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal, read in pieces."""
+    """SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     buffer = bytearray(1 << 20)
     view = memoryview(buffer)

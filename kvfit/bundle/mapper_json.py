@@ -1,4 +1,4 @@
-"""``mapper.json``: a `MapperSpec` as a record whose rotary tables are tensors of the weight files."""
+"""Read and write ``mapper.json``, a `MapperSpec` as a record. Its rotary tables are tensors in the weight files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def render(spec: MapperSpec) -> bytes:
     """The text of ``mapper.json``.
 
     Raises:
-        BundleError: a spec that could not be read again.
+        BundleError: the spec could not be read again.
     """
     try:
-        document = to_json(from_json(MapperSpec, to_json(spec)))  # so that nothing is written that cannot be read
+        document = to_json(from_json(MapperSpec, to_json(spec)))  # refuse to write what could not be read
         for role in ROLES:
             if _is_path(document[role]["ref"]):
                 raise SpecError(f"{role}.ref", f"the path {document[role]['ref']!r}", "a ref")
@@ -38,12 +38,12 @@ def read_spec(document: dict[str, Any], folder: Path, tensors: Mapping[str, shar
     """The spec of a parsed ``mapper.json``, with its tables read from the weight files.
 
     Args:
-        document: what was parsed; the tables' names in it are replaced by their values.
+        document: the parsed record. The names of the tables in it are replaced by their values.
         folder: the bundle.
-        tensors: what the weight files hold, by name.
+        tensors: the tensors in the weight files, by name.
 
-    Raises:
-        BundleError: names the field.
+        Raises:
+            BundleError: a field has a wrong value; names it.
     """
     for role in ROLES:
         for index, table in enumerate(_tables(document, role)):
@@ -69,7 +69,7 @@ def read_mapper_spec(document: Mapping[str, Any]) -> MapperSpec:
     """The mapper spec of a parsed document of any format version that this kvfit reads.
 
     Raises:
-        SpecError: names the field.
+        SpecError: a field has a wrong value; names it.
     """
     if document.get("format_version") == 1:
         for name in ("lexical_lags", "rank"):
@@ -87,10 +87,10 @@ def check_version(document: dict[str, Any], where: str = "file mapper.json") -> 
 
     Args:
         document: a parsed spec.
-        where: what it was read from, for the message.
+        where: what the error calls the document.
 
-    Raises:
-        BundleError: says which kvfit wrote it.
+        Raises:
+            BundleError: the format is newer or invalid; says which kvfit wrote it.
     """
     version = document.get("format_version")
     if type(version) is not int or version < 1:
@@ -105,7 +105,7 @@ def check_version(document: dict[str, Any], where: str = "file mapper.json") -> 
 
 def _tables(document: dict[str, Any], role: str) -> list[Any]:
     tables = records.value_at(document, role, "rope", "tables")
-    return tables if isinstance(tables, list) else []  # read_mapper_spec names whatever else is there
+    return tables if isinstance(tables, list) else []  # read_mapper_spec refuses anything else by name
 
 
 def _is_path(ref: str) -> bool:

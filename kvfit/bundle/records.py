@@ -1,11 +1,11 @@
 """Strict records: the only decoder of the JSON and TOML that kvfit reads, and the only encoder of the JSON that it writes.
 
-A record here means one thing to every program. Python's own reader takes the last of two equal keys, reads ``NaN``, makes
-gigabytes of a few megabytes of ``[]``, and accepts text that cannot be printed; all of that is refused. Every refusal is a
-`ValueError` of one line, which the caller turns into the error of its room by adding the file's name.
+A record must mean the same to every program. Python's own parser takes the last of two equal keys, accepts ``NaN`` and half
+surrogate pairs, and makes gigabytes of objects from a few megabytes of ``[]``. All of that is refused here, with a `ValueError`
+of one line to which the caller adds the file's name.
 
-`from_json` reads a record as a frozen dataclass and refuses what the dataclass does not know: an unknown key, a missing key, a
-value of another type. So a value that was read means the same as the one that was written.
+`from_json` reads a record as a frozen dataclass and refuses unknown keys, missing keys and values of another type. So a value
+that was read means the same as the one that was written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ else:
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-MAX_VALUES = 400_000  # some 200 MB of Python objects at worst
+MAX_VALUES = 400_000  # at most about 200 MB of Python objects
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -40,10 +40,10 @@ def parse_json(data: bytes | str) -> Any:
     """Parse strict JSON.
 
     Raises:
-        ValueError: anything but strict JSON; the message is one line.
+        ValueError: the text is not strict JSON; the message is one line.
     """
     text = _decode(data)
-    # Counted before parsing: an upper bound, because the marks may also stand inside of strings.
+    # Counting before parsing gives an upper bound, because these characters may also be in strings.
     if sum(map(text.count, "[{,")) > MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES} values")
     try:
@@ -55,10 +55,10 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_toml(data: bytes | str) -> dict[str, Any]:
-    """Parse TOML whose values JSON has too: no dates, and numbers as in `parse_json`.
+    """Parse TOML with the values that JSON has: no dates, and numbers as in `parse_json`.
 
     Raises:
-        ValueError: anything else; the message is one line.
+        ValueError: the text is something else; the message is one line.
     """
     try:
         value = tomllib.loads(_decode(data))
@@ -71,17 +71,17 @@ def parse_toml(data: bytes | str) -> dict[str, Any]:
 
 
 def dump_json(value: Any, *, sort_keys: bool = True) -> bytes:
-    """Write strict JSON: two-space indent, UTF-8, a final line feed; equal values give equal bytes.
+    """Write strict JSON with an indent of two spaces, in UTF-8, with a final line feed. Equal values give equal bytes.
 
     Raises:
-        ValueError: a value that `parse_json` would refuse or that JSON does not have.
+        ValueError: JSON has no such value, or `parse_json` would refuse it.
     """
     _check(value)
     return (json.dumps(value, indent=2, sort_keys=sort_keys, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8")
 
 
 def to_json(value: Any) -> Any:
-    """A value as JSON values: dataclasses become objects, tuples become arrays."""
+    """Convert a value to JSON values: dataclasses become objects, tuples become arrays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = {item.name: (getattr(value, item.name), item) for item in dataclasses.fields(value)}
         return {name: to_json(found) for name, (found, item) in items.items() if found is not None or not item.metadata}
@@ -93,22 +93,22 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(cls: type[T], value: Any, field: str = "") -> T:
-    """The value of type `cls` that `to_json` wrote; `Any` inside it takes any JSON value.
+    """Convert JSON values from `to_json` back to a value of type `cls`. A field of type `Any` accepts any JSON value.
 
     Raises:
-        SpecError: unknown or missing keys, or a value of another type; names the field.
+        SpecError: a key is unknown or missing, or a value has another type; names the field.
     """
     return typing.cast(T, _read(cls, value, field))
 
 
 def read_capped(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most `limit` bytes, or of one that a link leads to.
+    """The content of a regular file of at most `limit` bytes; links are followed.
 
     Raises:
-        ValueError: a pipe, a device or a folder, or more bytes.
+        ValueError: it is a pipe, a device or a folder, or larger.
         OSError: it cannot be read.
     """
-    if not stat.S_ISREG(path.stat().st_mode):  # asked first, because opening a pipe waits for its writer
+    if not stat.S_ISREG(path.stat().st_mode):  # checked first, because opening a pipe waits for its writer
         raise ValueError("found something other than a regular file, needed a regular file")
     with open(path, "rb") as stream:
         data = stream.read(limit + 1)
@@ -118,7 +118,7 @@ def read_capped(path: Path, limit: int) -> bytes:
 
 
 def value_at(record: Any, *keys: str) -> Any:
-    """A value inside nested records that no schema describes, such as a recipe; None where one of the keys is absent."""
+    """A value inside nested records without a schema, such as a recipe; None if one of the keys is missing."""
     for key in keys:
         record = record.get(key) if isinstance(record, Mapping) else None
     return record
@@ -159,13 +159,13 @@ def _float(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if len(text) > 20:  # the longest of 64 bits; more digits also take quadratic time
+    if len(text) > 20:  # the longest 64-bit integer; parsing more digits takes quadratic time
         raise ValueError(f"an integer of {len(text)} digits, beyond 64 bits")
     return int(text)
 
 
 def _check(value: Any) -> None:
-    """Refuse, level by level and so without recursion, what one of the two formats has and the other has not."""
+    """Refuse values that JSON does not have, level by level instead of by recursion."""
     level: Iterable[Any] = (value,)
     for _ in range(MAX_DEPTH):
         children: list[Any] = []
@@ -237,7 +237,7 @@ def _read(wanted: Any, value: Any, field: str) -> Any:
     if type(value) is not wanted:
         raise SpecError(field, type(value).__name__, wanted.__name__)
     if wanted is str and not value.isprintable():
-        # Control characters would reach terminals and cards, and half of a surrogate pair cannot be written at all.
+        # Control characters could get to terminals and cards, and half a surrogate pair cannot be written as UTF-8.
         raise SpecError(field, ascii(value)[:80], "printable characters")
     return value
 

@@ -1,7 +1,7 @@
-"""Weight files: which tensors a mapper has, and how they are put into safetensors files.
+"""Weight files: the tensors that a mapper has, and their distribution over safetensors files.
 
-The library reads and writes the files. Only their headers are also parsed here, for three things that the library does not
-do: it accepts a key that stands twice, it accepts headers of 100 MB, and it does not say how many bytes a file lacks.
+The safetensors library reads and writes the files. The headers are also parsed here, because the library accepts duplicate keys
+and headers of 100 MB, and does not say how many bytes are missing from a truncated file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, stored type and shape of one tensor."""
+    """Name, stored dtype and shape of one tensor."""
 
     name: str
     dtype: str
@@ -40,30 +40,30 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Size of its data in bytes."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that was found, and the name of the file that holds it."""
+    """A tensor in a weight file, and the name of the file."""
 
     spec: TensorSpec
     file: str
 
 
 def rope_name(role: str, index: int) -> str:
-    """Name of the tensor of a rotary table of the ``source`` or the ``target``."""
+    """Name of the tensor for a rotary table of the ``source`` or the ``target``."""
     return f"{role}.rope.{index}.inverse_frequencies"
 
 
 def layer_name(kind: Kind, layer_index: int, part: str) -> str:
-    """Name of the ``weight`` or ``bias`` of one kind of one target layer."""
+    """Name of the tensor for the ``weight`` or ``bias`` of one kind of one target layer."""
     return f"layers.{layer_index}.{kind}.{part}"
 
 
 def tensor_groups(spec: MapperSpec) -> list[list[TensorSpec]]:
-    """The tensors of a mapper in file order; those of a group stay in one file."""
+    """The tensors of a mapper in file order. The tensors of a group are in one file."""
     ropes: tuple[tuple[str, RopeSpec], ...] = (("source", spec.source.rope), ("target", spec.target.rope))
     groups = [
         [TensorSpec(rope_name(role, index), "F32", (len(table.inverse_frequencies),))]
@@ -82,11 +82,11 @@ def tensor_groups(spec: MapperSpec) -> list[list[TensorSpec]]:
 
 
 def plan(groups: Iterable[list[TensorSpec]], shard_bytes: int) -> list[list[TensorSpec]]:
-    """Put groups into files of at most `shard_bytes`, in order; a group that is larger gets a file of its own."""
+    """Distribute groups over files of at most `shard_bytes`, in order. A larger group gets a file of its own."""
     shards: list[list[TensorSpec]] = []
     size = 0
     for group in groups:
-        # A tensor's header entry is its name plus less than 96 bytes of JSON and numbers (shapes have at most 3 axes).
+        # A tensor's header entry has its name and less than 96 bytes of JSON and numbers (shapes have at most 3 axes).
         needed = sum(tensor.nbytes + len(tensor.name) + 160 for tensor in group)
         if not shards or size + needed > shard_bytes:
             shards.append([])
@@ -102,21 +102,21 @@ def shard_name(number: int, total: int) -> str:
 
 
 def write_shard(path: Path, wanted: list[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> str:
-    """Write one weight file of named tensors, which must come in the order of `wanted`; all of them are in memory at once.
+    """Write one weight file of named tensors, which must come in the order of `wanted`. All of them are in memory at once.
 
     Returns:
         The file's SHA-256 in hexadecimal.
 
     Raises:
-        BundleError: another tensor than the next of `wanted`.
-        OSError: the disk refused.
+        BundleError: a tensor is not the next of `wanted`.
+        OSError: the disk failed.
     """
     held: dict[str, Tensor] = {}
     for expected in wanted:
         name, tensor = next(tensors)
         if name != expected.name or tuple(tensor.shape) != expected.shape:
             raise BundleError(f"tensor {name} {tuple(tensor.shape)}: needed {expected.name} {expected.shape}")
-        # A copy, because the library refuses tensors that share memory, and the caller may fill the same one again.
+        # It is copied because the library refuses tensors that share memory, and the caller may reuse its tensor.
         held[name] = torch.empty(expected.shape, dtype=TORCH_DTYPES[expected.dtype]).copy_(tensor.detach())
     try:
         save_file(held, path, metadata={"format": "pt"})
@@ -138,10 +138,10 @@ def read_vector(path: Path, name: str) -> list[float]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a weight file. The library checks that the file holds exactly them, without gap and overlap.
+    """The tensors of a weight file. The library checks that they fill the file without gap or overlap.
 
     Raises:
-        BundleError: a header that is too long or ambiguous, or that does not describe the file.
+        BundleError: the header is too long or ambiguous, or does not match the file.
     """
     header = _parse_header(path)
     try:

@@ -1,4 +1,4 @@
-"""A bundle that is written: whole or not at all."""
+"""Write a bundle, completely or not at all."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def write_bundle(
     card: str | None = None,
     shard_bytes: int = 2 << 30,
 ) -> None:
-    """Write a bundle whole or not at all; the same inputs give the same bytes.
+    """Write a bundle completely or not at all. The same inputs give the same bytes.
 
     Args:
-        folder: where to; must not exist. Its parent folders are made.
-        spec: what the mapper maps.
-        weights: (kind, target layer, weight, bias) in the order of ``spec.layers``; weight of shape
-            ``spec.weight_shape(kind, layer)``, bias (G,). One at a time is in memory.
+        folder: the new folder, which must not exist. Its parents are created.
+        spec: the mapper's spec.
+        weights: (kind, target layer, weight, bias) in the order of ``spec.layers``, with a weight of shape
+            ``spec.weight_shape(kind, layer)`` and a bias (G,). They are consumed one at a time.
         recipe: how the statistics were captured, as JSON values.
         solve: how the weights were solved, as JSON values.
-        basis: the shared basis, ``spec.basis_shape``, where ``spec.rank`` is not None.
-        card: text of ``README.md``.
-        shard_bytes: most bytes of a weight file.
+        basis: the shared basis, ``spec.basis_shape``; None if ``spec.rank`` is None.
+        card: text of ``README.md``; None for no card.
+        shard_bytes: maximal size of a weight file in bytes.
 
-    Raises:
-        BundleError: the folder exists, or what was given is not what the spec says; nothing is left behind.
+        Raises:
+            BundleError: the folder exists, or an argument does not fit the spec. Nothing is left behind.
     """
     destination = Path(folder)
     require_free(destination)
@@ -71,14 +71,14 @@ def write_bundle(
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite, in one pass and without a temporary of the tensor's size."""
-    # NaN wins every comparison of aminmax, and infinity is an end of the range.
+    # aminmax returns NaN if there is one, and an infinity is the minimum or the maximum.
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 def _stream(
     spec: MapperSpec, basis: Tensor | None, weights: Iterable[tuple[Kind, int, Tensor, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of every tensor in file order, each checked as it passes."""
+    """Name and value of every tensor in file order, each checked when it is yielded."""
     for role, model in (("source", spec.source), ("target", spec.target)):
         for index, table in enumerate(model.rope.tables):
             values = torch.tensor(table.inverse_frequencies, dtype=torch.float64)

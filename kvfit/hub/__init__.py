@@ -1,4 +1,4 @@
-"""From a ref to a mapper, and from a bundle to a published version.
+"""Load a mapper from a ref, and publish a bundle.
 
-The only package that talks to the Hugging Face Hub.
+This is the only package that talks to the Hugging Face Hub.
 """

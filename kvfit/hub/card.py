@@ -1,8 +1,8 @@
-"""The card of a bundle, its ``README.md`` on the Hub: what it maps, how good it is, how to use it, how it was made.
+"""Make the card of a bundle, its ``README.md`` on the Hub: what it maps, how good it is, how to use it, how it was made.
 
-The text is the template ``card.jinja``; here is what it prints. A card is a pure function of the bundle, so that the same
-bundle gives the same text. Values come from records that no schema describes, so whatever is absent or of another form is
-left out.
+The template ``card.jinja`` has the text; this module computes the values. A card is a pure function of the bundle, so that the
+same bundle gives the same text. The values come from records without a schema, so a value that is missing or has an unexpected
+form is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvfit.hub.quality import cost_text, judged_arguments, quality_table, verdic
 from kvfit.hub.refs import is_repository
 from kvfit.spec import KINDS, Kind
 
-# A card that ends so was made by kvfit and is made anew when a bundle is pushed; one without the line is its author's.
+# A card that ends with this line was made by kvfit and is made again when a bundle is pushed. Other cards are never replaced.
 MARK = "<!-- made by kvfit from the files of this folder; remove this line to keep your own text -->"
 TEMPLATE = Path(__file__).with_name("card.jinja")
 
@@ -39,7 +39,7 @@ _OF_MODEL = {
 
 
 class _Raw(str):
-    """Text of kvfit's own that is printed as it is."""
+    """Text made by kvfit, which is printed without escaping."""
 
 
 def render_card(bundle: Bundle, *, ref: str | None = None, license: str | None = None) -> str:
@@ -47,8 +47,8 @@ def render_card(bundle: Bundle, *, ref: str | None = None, license: str | None =
 
     Args:
         bundle: the bundle.
-        ref: where it is or will be published, ``org/name``; None to speak of a folder.
-        license: licence id of the Hub; None where none is stated.
+        ref: where it is or will be published, ``org/name``; None for a local folder.
+        license: licence id of the Hub; None if none is stated.
     """
     import jinja2
 
@@ -81,7 +81,7 @@ def render_card(bundle: Bundle, *, ref: str | None = None, license: str | None =
 
 
 def cell(value: Any) -> str:
-    """Text for a Markdown table: numbers short, one line, and nothing that would end a cell, begin HTML or steer a terminal."""
+    """Text for a cell of a Markdown table: one line, numbers shortened, without cell borders, HTML or control characters."""
     if isinstance(value, _Raw):
         return value
     if value is None:
@@ -93,7 +93,7 @@ def cell(value: Any) -> str:
 
 
 def write_card(folder: str | Path, *, ref: str | None = None, license: str | None = None) -> None:
-    """Make the card of a bundle anew, unless its author wrote one.
+    """Make the card of a bundle again, unless its author has written one.
 
     Raises:
         BundleError: the bundle cannot be read or written.
@@ -105,7 +105,7 @@ def write_card(folder: str | Path, *, ref: str | None = None, license: str | Non
 
 
 def metadata(bundle: Bundle, license: str | None = None) -> dict[str, Any]:
-    """The card's metadata. Only names of the Hub get into ``base_model`` and ``datasets``, never local paths."""
+    """The card's metadata. ``base_model`` and ``datasets`` contain names of the Hub only, never local paths."""
     spec = bundle.spec
     named = [value_at(text, "dataset") for text in _parts(value_at(bundle.recipe, "text"))]
     found: dict[str, Any] = {
@@ -119,15 +119,15 @@ def metadata(bundle: Bundle, license: str | None = None) -> dict[str, Any]:
 
 
 def is_generated(text: str) -> bool:
-    """Whether kvfit made a card, so that it may make it anew."""
+    """Whether kvfit made a card, so that it may replace it."""
     return text.rstrip().endswith(MARK)
 
 
 def check_metadata(text: str, name: str) -> dict[str, Any]:
-    """The metadata of any card, after the checks that need no network.
+    """The metadata of a card, after all checks that need no network.
 
     Raises:
-        BundleError: the metadata cannot be read, or hold a path where the Hub wants a name.
+        BundleError: the metadata cannot be read, or contain a path where the Hub expects a name.
     """
     from huggingface_hub import ModelCard
 
@@ -152,7 +152,7 @@ def _is_fit(field: str, item: Any) -> bool:
         return item is None
     if field == "license":
         return item.isprintable()
-    # A data set without an organisation is an old one of the Hub, such as squad.
+    # Old datasets of the Hub, such as squad, have no organisation.
     old_name = field == "datasets" and item.replace("-", "").replace("_", "").isalnum()
     return is_repository(item) or old_name
 
@@ -164,19 +164,19 @@ def _front_matter(bundle: Bundle, license: str | None) -> str:
 
 
 def _evaluation(bundle: Bundle) -> dict[str, Any] | None:
-    """The evaluation of these weights, None without one."""
+    """The evaluation of these weights; None without one."""
     evaluation = bundle.evaluation
     return evaluation if evaluation is not None and evaluation["weights_digest"] == bundle.weights_digest else None
 
 
 def _moved_tokens(evaluation: dict[str, Any] | None) -> int | None:
-    """Tokens that are moved in the rows of the table of quality: all of the prefix but its last."""
+    """Tokens that are moved in each row of the quality table: the prefix without its last token."""
     prefix = value_at(evaluation, "tokens", "prefix")
     return prefix - 1 if type(prefix) is int else None
 
 
 def _recipe(bundle: Bundle) -> Iterator[tuple[str, Any]]:
-    """Rows of the table of the recipe; the value is None where a record does not have it."""
+    """Rows of the recipe table. A value is None if the record does not have it."""
     spec, recipe, solve = bundle.spec, bundle.recipe, bundle.solve
     for label, name in (("text", "dataset"), ("its configuration", "config"), ("its revision", "revision")):
         yield label, _joined(value_at(text, name) for text in _parts(value_at(recipe, "text")))
@@ -206,7 +206,7 @@ def _fit(bundle: Bundle, kind: Kind) -> tuple[Any, ...]:
 
 
 def _r2_map(bundle: Bundle, kind: Kind) -> str:
-    """R2 of every single source layer for every target layer, one character each; empty where it was not recorded."""
+    """R2 of every single source layer for every target layer, one character each; empty if it was not recorded."""
     values = value_at(bundle.solve, "probe", kind, "holdout")
     n_source, layers = bundle.spec.source.n_layers, bundle.spec.mapped_layers
     if not (isinstance(values, list) and len(values) in (len(layers), bundle.spec.target.n_layers)):
@@ -221,12 +221,12 @@ def _r2_map(bundle: Bundle, kind: Kind) -> str:
 
 
 def _parts(value: Any) -> list[Any]:
-    """A value of a recipe, or those of the captures that were merged."""
+    """A value of a recipe, or the values of all captures that were merged."""
     merged = value_at(value, "merged")
     return merged if isinstance(merged, list) else [value]
 
 
 def _joined(values: Iterable[Any]) -> Any:
-    """One value as it is, several with commas between, None for none."""
+    """One value as it is, several values separated by commas, None if there is none."""
     known = [value for value in values if value is not None]
     return ", ".join(map(str, known)) if len(known) > 1 else known[0] if known else None

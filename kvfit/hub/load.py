@@ -1,4 +1,4 @@
-"""From a ref to a mapper: a folder, a repository of the Hub, or a pair of models looked up in the registry."""
+"""Load a mapper from a folder, from a repository of the Hub, or for a pair of models that is looked up in the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvfit.runtime.mapper import Mapper
 
-# Names of a bundle's files: what else a repository holds is not fetched.
+# Names of a bundle's files. Other files of a repository are not fetched.
 PATTERNS = [
     manifest.MANIFEST,
     "mapper.json",
@@ -56,23 +56,23 @@ def load_mapper(
         ref: a folder, or ``org/name`` or ``org/name@revision`` on the Hub. None to look up `source` and `target`.
         source: ref of the source model, for the registry.
         target: ref of the target model, for the registry.
-        revision: tag, branch or commit hash; for a folder of published versions, the version. Without it the latest version
-            (v2, 1.1) is taken; if the bundles of the folder have other names, one must be given.
-        device: where the weights go; the CPU by default.
-        dtype: of the weights in memory; as stored by default.
+        revision: tag, branch or commit hash; for a folder of published versions, the version. By default, the latest numbered
+            version (v2, 1.1) of a folder; if its bundles have other names, a revision is needed.
+        device: device of the weights; the CPU by default.
+        dtype: dtype of the weights in memory; as stored by default.
         local_files_only: never ask the Hub. What was fetched before is found by tag and by hash, as with
             ``HF_HUB_OFFLINE=1``.
         require: ``pass`` refuses a mapper whose evaluation failed; ``any`` loads it.
         registry: folder of your own registry in which `source` and `target` are looked up.
-        verify: ``digest`` compares the SHA-256 of every file with the listed one, of the weight files on threads of their own
-            while the weights are read. ``size`` takes the weight files as they are, if their sizes and shapes are right: for
-            a large bundle that was verified where it lies.
+        verify: ``digest`` compares the SHA-256 of every file with the manifest; for weight files, on other threads while the
+            weights are read. ``size`` checks only sizes and shapes of the weight files, for a large bundle whose digests were
+            verified before on the same disk.
 
-    Raises:
-        RefError: nothing is found under the ref, or it cannot be reached; the message says which.
-        BundleError: the bundle is torn, altered or hostile.
-        GateError: the mapper's verdict is ``fail``.
-        MismatchError: `require` or `verify` is another word, this machine has no such device, or torch no such dtype.
+        Raises:
+            RefError: nothing is found under the ref, or it cannot be reached; says which.
+            BundleError: the bundle is torn, altered or hostile.
+            GateError: the mapper's verdict is ``fail``.
+            MismatchError: `require` or `verify` has another value, or the device or dtype is not available.
     """
     for name, word, words in (("require", require, ("pass", "any")), ("verify", verify, ("digest", "size"))):
         if word not in words:
@@ -108,7 +108,8 @@ def load_mapper(
         try:
             return Mapper.from_bundle(bundle, device=device, dtype=dtype)
         finally:
-            # Before anybody gets the mapper; and a wrong digest explains whatever error damaged weights led to.
+            # The digests are checked before the caller gets the mapper. If damaged weights have caused an error, this one
+            # explains it.
             check.result()
 
 
@@ -125,18 +126,18 @@ def check_verdict(bundle: Bundle, ref: str, require: Literal["pass", "any"] = "p
         )
     if bundle.verdict == "unknown":
         reason = "was not evaluated" if bundle.evaluation is None else "was evaluated with other weights or without a verdict"
-        # The text names the digest, so that Python's own filter shows it once per bundle and call site.
+        # The message contains the digest, so that Python's own filter shows it once per bundle and call site.
         warnings.warn(
             f"mapper {ref} {reason} ({bundle.weights_digest[:19]}): run kvfit evaluate before you rely on it", stacklevel=3
         )
 
 
 def resolve(ref: str | Path, revision: str | None = None, local_files_only: bool = False) -> Path:
-    """The local folder of a bundle, fetched from the Hub if it is not here yet.
+    """The local folder of a bundle, which is fetched from the Hub if necessary.
 
     Args:
         ref: a bundle's folder, a folder of published versions, or ``org/name``; the latter two may end in ``@revision``.
-        revision: the revision, where `ref` does not end in it.
+        revision: the revision, if `ref` does not end in one.
         local_files_only: never ask the Hub.
 
     Raises:
@@ -186,12 +187,12 @@ def _resolve_repository(name: str, revision: str | None, local_files_only: bool)
     except Exception as error:
         raise _explain_absence(error, name, revision, local_files_only) from error
     if not Path(found, "mapper.json").exists():
-        raise RefError(f"{name}: there, but no kvfit mapper (it holds no mapper.json); check the name")
+        raise RefError(f"{name}: found a repository without mapper.json, needed a kvfit mapper: check the name")
     return Path(found)
 
 
 def _explain_absence(error: Exception, name: str, revision: str | None, local_files_only: bool) -> KvfitError:
-    """What an error of the client means for a name that may have been meant as a folder."""
+    """Our error for an error of the Hub's client, if the caller may have meant a folder."""
     from huggingface_hub import errors
 
     found = explain(error, name, revision, local_files_only)
@@ -200,7 +201,7 @@ def _explain_absence(error: Exception, name: str, revision: str | None, local_fi
 
 
 def explain(error: Exception, name: str, revision: str | None = None, local_files_only: bool = False) -> KvfitError:
-    """What an error of the Hub's client means for one repository."""
+    """Our error for an error of the Hub's client about one repository."""
     if isinstance(error, KvfitError):
         return error
     from huggingface_hub import constants, errors, get_token
@@ -215,11 +216,11 @@ def explain(error: Exception, name: str, revision: str | None = None, local_file
     if isinstance(error, errors.RevisionNotFoundError):
         return RefError(f"{name}: has no revision {revision or 'main'!r}; look at the tags and branches of {name}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        # The Hub answers 401 for what does not exist as well, so that nobody learns names of private repositories.
+        # The Hub also answers 401 if a repository does not exist, so that names of private ones stay secret.
         seen = "your token may not read it" if get_token() is not None else "you are not logged in"
         return RefError(f"{name}: missing, or private and {seen}; check the spelling, or {token}")
     if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
-        offline = "the Hub was not to be asked" if local_files_only else "the Hub cannot be reached"
+        offline = "local_files_only forbids asking the Hub" if local_files_only else "the Hub cannot be reached"
         offline = "offline mode is on (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else offline
         return RefError(f"{ref}: not in the local cache and {offline}; fetch it once with a connection")
     if status in (401, 403):

@@ -1,8 +1,8 @@
-"""How a release gets to its place: one commit and a tag on the Hub, or a folder that appears whole.
+"""Publish a release: one commit and a tag on the Hub, or a folder that appears complete or not at all.
 
-The Hub's client does the uploading, the commit and the tag. Ours is what surrounds them: a commit is only believed once every
-file is seen there with its content's digest, whoever pushed it and whatever the client was told; and a version that is there
-with other content is never overwritten.
+The Hub's client uploads files and creates the commit and the tag. This module adds two guarantees. A commit counts only after
+every file has been found in it with the right digest, whoever pushed it and whatever answer the client got. A version that
+exists with other content is never overwritten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Status = Literal["pushed", "unchanged", "proposed", "checked"]
 
 @dataclass(frozen=True)
 class Published:
-    """What became of a release; the fields are those of `kvfit.hub.push.PushResult`, and `tags` are all versions there."""
+    """The outcome for a release. The fields are those of `kvfit.hub.push.PushResult`, and `tags` has all versions there."""
 
     status: Status
     tag: str | None
@@ -40,12 +40,12 @@ class Published:
 
 
 def publish_to_folder(release: Release, home: Path, tag: str | None, dry_run: bool) -> Published:
-    """Make a folder hold the release as a version, in a subfolder of that name.
+    """Publish a release to a folder, as a version in a subfolder of that name.
 
     Args:
-        release: what is published.
-        home: the folder of versions; made if it is not there.
-        tag: the version; by default the last one where it is the same release, else the next.
+        release: the release.
+        home: the folder of versions; created if it does not exist.
+        tag: the version; by default the last one if it is the same release, else the next.
         dry_run: change nothing.
 
     Raises:
@@ -81,11 +81,11 @@ def _copy(release: Release, destination: Path) -> None:
                 else:
                     shutil.copyfile(file.content, scratch / file.name)
                     sync_file(scratch / file.name)
-            Bundle.open(scratch)  # the copies have the digests of what was copied
+            Bundle.open(scratch)  # checks the digests of the copies
     except BundleError:
         if not os.path.lexists(destination):
             raise
-        # Somebody else made the version meanwhile; whether it is the same is looked at next.
+        # Somebody else has created the version meanwhile. The caller checks whether it is the same.
 
 
 def _holds(folder: Path, release: Release) -> bool:
@@ -102,10 +102,10 @@ class HubRepository:
         self.api = HfApi(library_name="kvfit")
 
     def publish(self, release: Release, tag: str | None, private: bool, create_pr: bool, dry_run: bool) -> Published:
-        """Make the repository hold the release: one commit, seen to have arrived, then the tag.
+        """Publish a release to the repository: one commit, and the tag after the commit was verified.
 
         Raises:
-            BundleError: the Hub refuses the card, or what arrived is not what was sent.
+            BundleError: the Hub refuses the card, or the files that arrived are not those that were sent.
             MismatchError: the version exists with other content, or somebody else pushed meanwhile.
             RefError: the repository cannot be reached or written; says why.
         """
@@ -120,7 +120,7 @@ class HubRepository:
                 self.api.create_repo(self.name, private=private, exist_ok=True)
             head = self._head()
             if head is None:
-                raise RefError(f"{self.name}: made, but not there; try again")
+                raise RefError(f"{self.name}: found no commit in the repository that was just created, needed one: try again")
         tags = self._tags()
         if tag in tags:
             self._require_same(release, str(tag), tags)
@@ -141,7 +141,7 @@ class HubRepository:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn errors of the client into kvfit's."""
+        """Turn errors of the client into ours."""
         try:
             yield
         except Exception as error:
@@ -174,7 +174,7 @@ class HubRepository:
                 ) from None
 
     def _head(self) -> str | None:
-        """The commit of the main branch, None where there is no repository."""
+        """The commit of the main branch; None if there is no repository."""
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         with self._explained():
@@ -194,7 +194,7 @@ class HubRepository:
             return {ref.name: ref.target_commit for ref in self.api.list_repo_refs(self.name).tags}
 
     def _difference(self, release: Release, revision: str) -> dict[str, ReleaseFile | None]:
-        """Files that a revision lacks or has with other content, and None for those that it has too many."""
+        """The files to add or replace in a revision, and None for those to remove, by name."""
         from huggingface_hub.hf_api import RepoFile
 
         with self._explained():
@@ -221,7 +221,7 @@ class HubRepository:
     def _commit(
         self, release: Release, changed: dict[str, ReleaseFile | None], head: str, *, create_pr: bool = False
     ) -> tuple[str, str]:
-        """Commit and address. After an error, look whether the commit has landed anyway, ours or another's."""
+        """Make a commit; returns its hash and address. After an error, look whether the files have arrived anyway."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         operations = [
@@ -240,7 +240,7 @@ class HubRepository:
             )
             return info.oid, info.pr_url or info.commit_url
         except Exception as error:
-            # The commit may have landed although the answer got lost, and another push of the same bundle may have won.
+            # The commit may exist although the answer got lost, and another push of the same bundle may have been faster.
             landed = None if create_pr else self._head()
             if landed is None or landed == head:
                 raise explain(error, self.name) from error
@@ -251,7 +251,7 @@ class HubRepository:
             return landed, f"{self.api.endpoint}/{self.name}/commit/{landed}"
 
     def _tag(self, release: Release, tag: str, commit: str) -> bool:
-        """Make a tag; False where somebody else made the same one meanwhile."""
+        """Make a tag; False if somebody else has made the same one meanwhile."""
         try:
             self.api.create_tag(self.name, tag=tag, revision=commit)
             return True
@@ -270,7 +270,7 @@ class HubRepository:
 
 
 def _same(file: ReleaseFile, found: Any) -> bool:
-    """Whether a file of the Hub has the content: large ones are known by SHA-256, others by their name in git."""
+    """Whether a file of the Hub has the same content: by SHA-256 for large files, by the git hash for others."""
     from huggingface_hub.utils.sha import git_hash
 
     if found is None or found.size != file.size:

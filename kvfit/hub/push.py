@@ -1,7 +1,7 @@
-"""The verb `push`: publish a bundle to the Hub or to a folder, whole or not at all.
+"""The verb `push`: publish a bundle to the Hub or to a folder, completely or not at all.
 
-Everything is validated before anything is sent. Then comes one commit and, once every file is seen there with its digest, the
-tag. A version is never overwritten. Pushing the same bundle again changes nothing and succeeds.
+Everything is validated before anything is sent. Then follows one commit and, after every file was found in it with its digest,
+the tag. A version is never overwritten. Pushing the same bundle again changes nothing and succeeds.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class PushResult:
 
     Attributes:
         to: the repository or the folder.
-        status: ``pushed``; ``unchanged``: everything was there already; ``proposed``: a pull request was opened; ``checked``:
-            it was a dry run.
-        tag: the version, or None where none was asked for.
-        commit: the commit that holds it, or None for a folder.
-        url: where to look at it.
+        status: ``pushed``; ``unchanged`` if everything was already there; ``proposed`` if a pull request was opened;
+            ``checked`` after a dry run.
+        tag: the version; None if none was requested.
+        commit: the commit that holds it; None for a folder.
+        url: address of the result.
         next_version: the tag that the next version would get.
-        weights_digest: of the bundle.
-        files: how many files the bundle has.
-        nbytes: their bytes.
+        weights_digest: digest of the bundle's spec and weights.
+        files: number of files of the bundle.
+        nbytes: size of these files in bytes.
         changed: names of the files that were, or in a dry run would be, added, replaced or removed.
-        registry: the registry file that was written.
+        registry: the registry file that was written; None if there is none.
     """
 
     to: str
@@ -65,7 +65,7 @@ class PushResult:
         return text if self.tag else f"{text}; no version was made, the next is --tag {self.next_version}"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The result as JSON values."""
         return asdict(self) | {"changed": list(self.changed)}
 
 
@@ -85,22 +85,23 @@ def push(
 
     Args:
         folder: the bundle; it is not changed.
-        to: ``org/name`` on the Hub, or a folder (``./name``, ``/name``) that gets a subfolder per version; made if there is
-            none.
+        to: ``org/name`` on the Hub, or a folder (``./name``, ``/name``) that gets a subfolder per version; created if
+            necessary.
         tag: the version, such as ``v1``. Without one, a repository gets a commit only, and a folder gets the next version.
         private: make a new repository private.
         create_pr: open a pull request instead of committing.
         dry_run: check everything and change nothing.
-        registry: folder to write the registry's entry to, made if there is none: that of a checkout, to propose the entry, or
-            your own, for ``load_mapper(registry=...)``.
+        registry: folder to write the registry entry to, created if necessary: the one in a checkout of kvfit, to propose the
+            entry, or your own, for ``load_mapper(registry=...)``.
         license: licence id for the card, such as ``apache-2.0``.
         require: ``any`` publishes a bundle whose evaluation failed.
 
     Raises:
-        BundleError: the bundle or its card cannot be published as it is, or what arrived is not what was sent.
+        BundleError: the bundle or its card is not fit to be published, or the files that arrived are not those that were sent.
         GateError: the evaluation failed and `require` is ``pass``.
         OptionError: an option has a wrong value, or two options exclude each other.
-        MismatchError: the version exists with other content, somebody else pushed meanwhile, or the place holds something else.
+        MismatchError: the version exists with other content, somebody else pushed meanwhile, or the destination holds something
+            else.
         RefError: the repository cannot be reached or written; says why.
     """
     name = str(to)

@@ -1,7 +1,7 @@
-"""What cards and registry entries say of quality, speed and cost: one row per way of moving, read from ``evaluation.json``.
+"""Quality, speed and cost for cards and registry entries: one row per way of moving, read from ``evaluation.json``.
 
-Evaluations of kvfit 0.1 have no list ``ways``; their rows are put together from ``arms`` and ``milliseconds``. Records are
-free of form, so every value is looked at before it is used.
+Evaluations of kvfit 0.1 have no list ``ways``; their rows are made from ``arms`` and ``milliseconds``. The records have no
+schema, so every value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from kvfit.bundle.records import value_at
 _MEANINGS = {
     "native": "the target prefills the whole prefix itself: the ceiling",
     "transfer": "mapped cache alone",
-    "handoff": "mapped cache with {handoff}, as in use: what is judged",
-    "source": "the source goes on by itself: what moving has to beat",
+    "handoff": "mapped cache with {handoff}, as in production: the verdict is about this row",
+    "source": "the source continues by itself: moving has to be better than this",
     "raw": "control: the source's cache, unmapped",
     "mean": "control: the mean cache, no context",
     "shuffled": "control: another document's mapped cache",
     "no_context": "the target without the prefix",
 }
 _SCORES = {"nll": "NLL", "kl": "KL to native", "kl_p95": "KL, 95th percentile", "top1": "top-1 agreement", "recall": "recall"}
-# What was timed under which name before evaluations had `ways`.
+# Names of the timings in evaluations without `ways`.
 _TIMED = {"native": "prefill", "transfer": "transfer", "handoff": "handoff"}
 
 
 def ways(evaluation: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Quality, time and share of the target's work of each way of moving; the known ways first.
+    """Quality, time and share of the target's work for each way of moving, the known ways first.
 
     Args:
-        evaluation: of the weights in question; None gives no rows.
+        evaluation: evaluation of the weights; None gives no rows.
     """
     rows = {}
     listed, arms = value_at(evaluation, "ways"), value_at(evaluation, "arms")
@@ -45,7 +45,7 @@ def ways(evaluation: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
 
 
 def quality_table(evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The header and the rows of the table: quality, time and share of the target's work of each way of moving."""
+    """Header and rows of the quality table: quality, time and share of the target's work for each way of moving."""
     rows = ways(evaluation)
     meanings = _MEANINGS | {"handoff": _MEANINGS["handoff"].format(handoff=f"`{judged_arguments(evaluation)}`")}
     columns: list[tuple[str, list[Any]]] = [("way", [f"`{way}`" for way in rows])]
@@ -63,7 +63,7 @@ def quality_table(evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def judged_arguments(evaluation: Mapping[str, Any] | None) -> str:
-    """The arguments of `handoff` that the evaluation judged: with others the verdict says little."""
+    """The arguments of `handoff` in the evaluation. The verdict says little about other arguments."""
     options = value_at(evaluation, "options")
     found = {name: value for name, value in options.items() if _is_number(value)} if isinstance(options, Mapping) else {}
     arguments = [f"exact_head={found.get('exact_head', 1)}"]
@@ -75,13 +75,13 @@ def judged_arguments(evaluation: Mapping[str, Any] | None) -> str:
 
 
 def verdict_reasons(evaluation: Mapping[str, Any] | None) -> list[Any]:
-    """Why the verdict is what it is."""
+    """The reasons of the verdict."""
     reasons = value_at(evaluation, "reasons")
     return reasons if isinstance(reasons, list) else []
 
 
 def where_measured(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The text of the evaluation, how much of it was read, and whether the mapper was fitted on some of it."""
+    """The evaluation's text, how much of it was read, and whether the mapper was fitted on some of it."""
     tokens = value_at(evaluation, "tokens")
     if not isinstance(tokens, Mapping):
         return None
@@ -90,7 +90,7 @@ def where_measured(evaluation: Mapping[str, Any] | None) -> dict[str, Any] | Non
 
 
 def cost_text(cost: Any) -> str | None:
-    """What the map takes a token, as a share of the target's prefill; None where ``solve.json`` does not say."""
+    """The map's cost per token and its share of the target's prefill; None if ``solve.json`` does not have it."""
     parts = []
     for name, unit in (("flops", "MFLOP"), ("bytes", "MB")):
         found, prefill = value_at(cost, f"{name}_per_token"), value_at(cost, f"prefill_{name}_per_token")
@@ -99,7 +99,7 @@ def cost_text(cost: Any) -> str | None:
     if not parts:
         return None
     about = ", estimated" if value_at(cost, "estimated") is True else ""
-    return f"{' and '.join(parts)} a token of the target's prefill{about}"
+    return f"{' and '.join(parts)} of the target's prefill per token{about}"
 
 
 def _timing(way: str, times: Any) -> dict[str, Any]:
@@ -110,9 +110,9 @@ def _timing(way: str, times: Any) -> dict[str, Any]:
 
 
 def _overlap(evaluation: Mapping[str, Any] | None) -> str:
-    """Whether the mapper was fitted on what it was measured on: claimed only where it was looked up."""
+    """A sentence on whether the mapper was fitted on the evaluation's text. It makes a claim only if that was checked."""
     if value_at(evaluation, "overlap", "checked") is not True:
-        return "Whether the mapper was fitted on some of it is not known: there is no record of the documents."
+        return "It is not known whether the mapper was fitted on some of it, because the documents were not recorded."
     left_out = value_at(evaluation, "overlap", "left_out")
     more = f"; {left_out} documents that they did see were left out" if type(left_out) is int and left_out else ""
     return f"Neither fit nor selection saw any of these documents{more}."

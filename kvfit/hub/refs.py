@@ -1,4 +1,4 @@
-"""Refs: the names of models and mappers, ``org/name@revision`` or a folder, and of versions."""
+"""Refs, which name models and mappers: ``org/name@revision`` or a folder. Also tags and versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _VERSION = re.compile(r"v?\d{1,9}(\.\d{1,9}){0,9}", re.ASCII)
 
 
 def split_ref(ref: str) -> tuple[str, str | None]:
-    """Split ``org/name@revision`` into name and revision; the revision is None where there is none.
+    """Split ``org/name@revision`` into name and revision; the revision is None if the ref has none.
 
     Raises:
         RefError: nothing follows the ``@``.
@@ -33,12 +33,12 @@ def is_repository(name: str) -> bool:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a folder, by its form: ``./x``, ``../x``, ``/x``, ``~/x``, ``C:\\x``."""
+    """Whether a name has the form of a path and can only be a folder: ``./x``, ``../x``, ``/x``, ``~/x``, ``C:\\x``."""
     return name.startswith((".", "~", os.sep)) or os.path.isabs(name) or "\\" in name or name.endswith("/")
 
 
 def is_tag(tag: str) -> bool:
-    """Whether a name can be a version: letters, digits, ``.``, ``_``, ``-``; no path."""
+    """Whether a name can be a tag: letters, digits, ``.``, ``_`` and ``-``, not a path."""
     return _TAG.fullmatch(tag) is not None and ".." not in tag
 
 
@@ -48,14 +48,14 @@ def is_version(name: str) -> bool:
 
 
 def version_key(tag: str) -> tuple[int, tuple[int, ...], str]:
-    """Key that sorts tags: other names first, then versions by number, with or without ``v``: v1, v1.1, v1.10, v2, 2.1."""
+    """Sort key for tags: other names first, then versions by number, with or without ``v``: v1, v1.1, v1.10, v2, 2.1."""
     if not is_version(tag):
         return 0, (), tag
     return 1, _numbers(tag), tag
 
 
 def next_version(tags: list[str]) -> str:
-    """The next whole version: v3 after v2 and after 2.1; ``v1`` where there is none yet."""
+    """The next major version: v3 after v2 and after 2.1; ``v1`` if there is none yet."""
     return f"v{max((_numbers(tag)[0] for tag in tags if is_version(tag)), default=0) + 1}"
 
 

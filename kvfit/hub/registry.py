@@ -1,7 +1,7 @@
 """The registry: one TOML file per published mapper, shipped with kvfit.
 
-The files are described in ``docs/reference/registry.md``. An entry pins a mapper by commit and by the digest of its
-weights, so that what is loaded through the registry is what was registered.
+``docs/reference/registry.md`` describes the files. An entry pins a mapper by its commit and by the digest of its weights, so
+that loading through the registry gives exactly the mapper that was registered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("kvfit")
 
 @dataclass(frozen=True)
 class ModelPin:
-    """One model of a pair: ref, commit hash (empty for none), and what family it is of."""
+    """One model of a pair: ref, commit hash (empty for none) and family."""
 
     ref: str
     revision: str
@@ -81,20 +81,20 @@ class MapperEntry(_Pinned):
     """A published mapper.
 
     Attributes:
-        schema: of this file, 1.
-        repo: ``org/name`` on the Hub; or None.
-        folder: a folder next to the registry's files that bundles were published to; or None.
+        schema: version of the registry's schema, 1.
+        repo: ``org/name`` on the Hub, or None.
+        folder: a folder of published bundles next to the registry's files, or None.
         revision: the version (tag).
         commit: commit hash of the version on the Hub; None for a folder.
-        format_version: of the bundle.
-        weights_digest: of the bundle.
-        nbytes: bytes of the weights.
+        format_version: format version of the bundle.
+        weights_digest: digest of the bundle's spec and weights.
+        nbytes: size of the weight files in bytes.
         license: licence id, as on the Hub.
-        verdict: of the evaluation.
+        verdict: verdict of the evaluation.
         source: the source model.
         target: the target model.
         scores: the evaluation's scores, by name.
-        home: the folder that holds the entry's file; not part of the file.
+        home: the folder that holds the entry's file; it is not part of the file.
     """
 
     scores: tuple[tuple[str, float], ...] = ()
@@ -102,12 +102,12 @@ class MapperEntry(_Pinned):
 
     @property
     def location(self) -> str:
-        """What `load_mapper` takes: the repository, or the folder."""
+        """The ref for `load_mapper`: the repository, or the folder."""
         return self.repo if self.repo is not None else str(self.home / str(self.folder))
 
     @property
     def pin(self) -> str:
-        """The revision that never moves: the commit, or a folder's version."""
+        """A revision that never changes: the commit, or a folder's version."""
         return self.commit or self.revision
 
     @property
@@ -116,7 +116,7 @@ class MapperEntry(_Pinned):
         return f"{self.repo or self.folder}@{self.revision}"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, for ``kvfit list --json`` and the catalogue."""
+        """The entry as JSON values, for ``kvfit list --json`` and the catalogue."""
         document = dataclasses.asdict(self)
         del document["home"]
         return document | {"scores": dict(self.scores), "location": self.location}
@@ -129,7 +129,7 @@ class MapperEntry(_Pinned):
 
 
 def registry_folder() -> Path | None:
-    """The folder of the registry: inside an installed kvfit, or next to it in a checkout. None where there is none."""
+    """The folder of the registry, inside an installed kvfit or next to it in a checkout; None if there is none."""
     package = Path(__file__).resolve().parents[1]
     candidates = [package / "_registry"]
     if (package.parent / "pyproject.toml").is_file():
@@ -140,15 +140,15 @@ def registry_folder() -> Path | None:
 def list_mappers(source: str | None = None, target: str | None = None, *, folder: Path | None = None) -> list[MapperEntry]:
     """The registered mappers, best first for each pair.
 
-    A file that is not as the schema says is left out with a warning in the log: one bad file does not hide the others.
+    A file that does not follow the schema is left out with a warning in the log, so that it does not hide the others.
 
     Args:
-        source: only those from this model, ``org/name`` or ``org/name@commit``.
-        target: only those to this model.
-        folder: another registry than the one that came with kvfit.
+        source: list only mappers from this model, ``org/name`` or ``org/name@commit``.
+        target: list only mappers to this model.
+        folder: the registry; the one that came with kvfit by default.
 
     Raises:
-        RefError: `folder` is not there.
+        RefError: `folder` does not exist.
     """
     home = folder or registry_folder()
     if home is None:
@@ -166,10 +166,10 @@ def list_mappers(source: str | None = None, target: str | None = None, *, folder
 
 
 def find_mapper(source: str, target: str, *, folder: Path | None = None) -> MapperEntry:
-    """The registered mapper of a pair: one that passed before others, then by share of gap.
+    """The best registered mapper of a pair: one that passed its evaluation if possible, with the largest share of gap.
 
     Raises:
-        RefError: there is none; says which mappers of that source or target there are.
+        RefError: there is none; lists the mappers from that source and to that target.
     """
     found = list_mappers(source, target, folder=folder)
     if found:
@@ -187,7 +187,7 @@ def find_mapper(source: str, target: str, *, folder: Path | None = None) -> Mapp
 
 
 def read_entry(path: Path) -> MapperEntry:
-    """One entry.
+    """Read one entry.
 
     Raises:
         RefError: the file is not a regular file of at most 64 KiB, or does not follow the schema; names the field.
@@ -203,7 +203,7 @@ def read_entry(path: Path) -> MapperEntry:
         raise RefError(f"registry file {path.name!r}, field scores: needed a table of finite numbers")
     pairs = tuple((name, float(value)) for name, value in scores.items())
     try:
-        # TOML has no null, so what may be absent is put in here.
+        # TOML has no null, so optional fields that are absent are added as None.
         entry = from_json(_Pinned, dict.fromkeys(_OPTIONAL) | document)
         return MapperEntry(
             **{item.name: getattr(entry, item.name) for item in dataclasses.fields(entry)}, scores=pairs, home=path.parent
@@ -221,10 +221,10 @@ def make_entry(
     commit: str | None = None,
     license: str,
 ) -> MapperEntry:
-    """The entry of a bundle that was published.
+    """The entry of a published bundle.
 
     Raises:
-        BundleError: a value that no entry may have.
+        BundleError: a value of the bundle is not allowed in an entry; names the field.
     """
     spec = bundle.spec
     try:
@@ -248,13 +248,13 @@ def make_entry(
 
 
 def scores(bundle: Bundle) -> tuple[tuple[str, float], ...]:
-    """What the evaluation of these weights found for the way that it judged; then the mean holdout R2 of keys and of values."""
+    """The evaluation's scores of the way of moving that its verdict is about, and the mean holdout R2 of keys and values."""
     found: list[tuple[str, float]] = []
-    # The verdict is of other weights where it is unknown, and of no way of moving.
+    # If the verdict is unknown, the evaluation is missing or belongs to other weights.
     judged = {} if bundle.verdict == "unknown" else ways(bundle.evaluation).get("handoff", {})
     for name in SCORES:
         value = judged.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):  # finite, as all of strict JSON
+        if isinstance(value, int | float) and not isinstance(value, bool):  # strict JSON has finite numbers only
             found.append((name, round(float(value), 6)))
     for kind in KINDS:
         values = [entry.r2_holdout for entry in bundle.spec.layers if entry.kind == kind]
@@ -263,7 +263,7 @@ def scores(bundle: Bundle) -> tuple[tuple[str, float], ...]:
 
 
 def render_entry(entry: MapperEntry) -> str:
-    """The entry as TOML; `read_entry` of it gives the entry back."""
+    """The entry as TOML, which `read_entry` reads back."""
     lines = []
     for item in dataclasses.fields(_Pinned):
         value = getattr(entry, item.name)
@@ -278,7 +278,7 @@ def render_entry(entry: MapperEntry) -> str:
 
 
 def entry_file(entry: MapperEntry) -> str:
-    """The name of an entry's file."""
+    """The file name of an entry."""
     return (entry.repo or str(entry.folder)).replace("/", "--") + ".toml"
 
 

@@ -1,4 +1,4 @@
-"""What is published of a bundle: its files, with the card made for the place where they go."""
+"""The files of a bundle that are published, with a card for the place where they are published."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class ReleaseFile:
-    """One file: its content is in memory where it was made for the release, else on disk."""
+    """One file. Its content is in memory if it was made for the release, else on disk."""
 
     name: str
     sha256: str
@@ -30,10 +30,10 @@ class Release:
     """A bundle ready to be published.
 
     Attributes:
-        bundle: the bundle, all of it checked.
+        bundle: the bundle, fully checked.
         files: every file, ``SHA256SUMS`` included.
         card: text of its ``README.md``.
-        metadata: of the card.
+        metadata: metadata of the card.
     """
 
     bundle: Bundle
@@ -45,7 +45,7 @@ class Release:
     def of(cls, folder: str | Path, *, ref: str | None, license: str | None = None) -> Release:
         """Check a bundle in full and make its card for `ref`.
 
-        A card that kvfit made, or none, is made anew; one that its author changed stays as it is.
+        The card is made again if it is missing or was made by kvfit. A card that its author has changed is kept.
 
         Raises:
             BundleError: the bundle or its card is not fit to be published.
@@ -67,15 +67,15 @@ class Release:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 by name, of all files but ``SHA256SUMS``: what two releases are compared by."""
+        """SHA-256 by name of all files except ``SHA256SUMS``. Two releases are equal if these are."""
         return {file.name: file.sha256 for file in self.files if file.name != manifest.MANIFEST}
 
     @property
     def license(self) -> str:
-        """The licence that the card states, ``other`` where it states none."""
+        """The licence that the card states; ``other`` if it states none."""
         return str(self.metadata.get("license") or "other")

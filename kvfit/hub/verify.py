@@ -1,4 +1,4 @@
-"""The verb `verify`: check everything in a bundle, and say what it holds."""
+"""The verb `verify`: check everything in a bundle, and report what it holds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from kvfit.hub.load import resolve
 
 @dataclass(frozen=True)
 class Verification:
-    """A bundle of which every file, digest, field and weight was checked.
+    """The result for a bundle whose files, digests, fields and weights were all checked.
 
     Attributes:
-        ref: as asked for.
-        folder: where it is.
+        ref: the ref that was passed.
+        folder: the bundle's folder.
         source: ref of the source model.
         target: ref of the target model.
-        verdict: of the evaluation.
-        format_version: of the bundle.
-        weights_digest: of spec and weights.
-        files: how many files were checked.
-        nbytes: bytes of the weights.
+        verdict: verdict of the evaluation.
+        format_version: format version of the bundle.
+        weights_digest: digest of spec and weights.
+        files: number of files that were checked.
+        nbytes: size of the weight files in bytes.
     """
 
     ref: str
@@ -43,21 +43,21 @@ class Verification:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The result as JSON values."""
         return dict(vars(self))
 
 
 def verify(ref: str | Path, *, revision: str | None = None, local_files_only: bool = False) -> Verification:
-    """Check all of a bundle: names, digests, spec, shapes, and that every weight is finite.
+    """Check everything in a bundle: names, digests, spec, shapes, and that every weight is finite.
 
     Args:
         ref: a folder, or ``org/name[@revision]``.
-        revision: the revision, where `ref` does not end in it.
+        revision: the revision, if `ref` does not end in one.
         local_files_only: never ask the Hub.
 
     Raises:
-        RefError: nothing is there, or it cannot be reached.
-        BundleError: something is wrong with it; names the file and the field.
+        RefError: nothing is found under the ref, or it cannot be reached.
+        BundleError: the bundle is not sound; names the file and the field.
     """
     bundle = Bundle.open(resolve(ref, revision, local_files_only))
     bundle.check_weights()

@@ -144,11 +144,11 @@ def test_an_evaluation_of_kvfit_0_1_has_its_times_in_the_same_row(tmp_path):
     [
         (
             {"flops_per_token": 2e6, "prefill_flops_per_token": 4e7, "bytes_per_token": 3e5, "prefill_bytes_per_token": 1e6},
-            "The map itself takes 2 MFLOP (5 %) and 0.3 MB (30 %) a token of the target's prefill.",
+            "The map itself costs 2 MFLOP (5 %) and 0.3 MB (30 %) of the target's prefill per token.",
         ),
         (
             {"flops_per_token": 2e6, "prefill_flops_per_token": 4e7, "estimated": True},
-            "The map itself takes 2 MFLOP (5 %) a token of the target's prefill, estimated.",
+            "The map itself costs 2 MFLOP (5 %) of the target's prefill per token, estimated.",
         ),
         ({"flops_per_token": "many", "prefill_flops_per_token": 0}, None),
         (None, None),
@@ -161,7 +161,7 @@ def test_the_price_of_the_map_is_named_where_it_is_known(tmp_path, cost, sentenc
     folder = tmp_path / "b"
     add_files(folder, {"evaluation.json": json.dumps(evaluation(Bundle.open(folder))).encode()})
     text = render_card(Bundle.open(folder))
-    assert ("The map itself takes" in text) == (sentence is not None)
+    assert ("The map itself costs" in text) == (sentence is not None)
     assert sentence is None or sentence in text
 
 
