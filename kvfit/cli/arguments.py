@@ -1,4 +1,4 @@
-"""What the command line takes: kinds of values, and options that several commands share."""
+"""Types of values on the command line, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPE = click.Choice(["auto", "float32", "bfloat16", "float16"])
 
 
 class Place(click.types.StringParamType):
-    """A path, or a ref, which may be one. The shell completes its name, but leaves the ``~`` of ``--out=~/pair.zarr`` alone."""
+    """A path, or a ref, which may be a path. It expands ``~``, which the shell does not do in ``--out=~/pair.zarr``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Place(click.types.StringParamType):
         return os.path.expanduser(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        """Files and folders."""
+        """Complete names of files and folders."""
         return [CompletionItem(incomplete, type="file")]
 
 
@@ -62,7 +62,7 @@ def seconds(_context: click.Context, _option: click.Parameter, value: str) -> fl
 
 
 def lags(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...] | str:
-    """Lags of lexical inputs with commas between them, ``none`` or ``auto``."""
+    """Lags of lexical inputs separated by commas, ``none`` or ``auto``."""
     if value in ("none", "auto"):
         return () if value == "none" else value
     if not re.fullmatch(r"\d+(,\d+)*", value):
@@ -71,7 +71,7 @@ def lags(_context: click.Context, _option: click.Parameter, value: str) -> tuple
 
 
 def numbers(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[float, ...] | None:
-    """Numbers with commas between them."""
+    """Numbers separated by commas."""
     try:
         return None if value is None else tuple(float(part) for part in value.split(","))
     except ValueError:
@@ -123,30 +123,30 @@ def penalty(_context: click.Context, _option: click.Parameter, value: str) -> fl
 
 
 def lengths(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...]:
-    """Numbers of tokens with commas between."""
+    """Numbers of tokens separated by commas."""
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdigit() and int(part) > 1 for part in parts):
-        raise click.BadParameter(f"found {value!r}, needed numbers of 2 or more with commas between, such as 256,1024")
+        raise click.BadParameter(f"found {value!r}, needed numbers of 2 or more separated by commas, such as 256,1024")
     if len(set(parts)) < len(parts):
         raise click.BadParameter(f"found {value!r}, needed each length once")
     return tuple(int(part) for part in parts)
 
 
 def names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
-    """Names with commas between."""
+    """Names separated by commas."""
     return None if value is None else tuple(part.strip() for part in value.split(","))
 
 
 def named(_context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
-    """NAME=VALUE, given any number of times."""
+    """NAME=VALUE, any number of times."""
     found: dict[str, str] = {}
     for value in values:
-        name, _, rest = value.partition("=")
-        if not name or not rest:
+        name, _, setting = value.partition("=")
+        if not name or not setting:
             raise click.BadParameter(f"found {value!r}, needed {option.metavar}")
         if name in found:
-            raise click.BadParameter(f"found {name} twice, needed a name of its own for each")
-        found[name] = os.path.expanduser(rest)
+            raise click.BadParameter(f"found {name} twice, needed every name only once")
+        found[name] = os.path.expanduser(setting)
     return found
 
 
@@ -162,9 +162,9 @@ def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-# How both models are loaded.
+# Options for loading both models.
 loading_options = _options(
-    click.option("--dtype", type=DTYPE, default="auto", help="auto: as stored."),
+    click.option("--dtype", type=DTYPE, default="auto", help="Dtype of both models; auto: as stored."),
     click.option("--source-device", help="Device of the source; default: the first GPU, else the CPU."),
     click.option("--target-device", help="Device of the target; default: the first GPU, else the CPU."),
     click.option("--device-map", help="Spread each model over devices with accelerate, for example auto."),
@@ -177,8 +177,8 @@ _DATASET = "Hub dataset, or .jsonl, .parquet, .txt file or folder (also .gz, .zs
 
 
 def text_options(default: str | None) -> Callable[[F], F]:
-    """Where the text comes from; without a default, several texts with shares, and capture's own mix."""
-    several = f"{_DATASET}. Several times, each REF or REF=SHARE of the sequences, for a mix; default: capture's own mix."
+    """Options for the text. Without a default, they take several texts with shares, and capture's own mix by default."""
+    several = f"{_DATASET}. May be repeated as REF or REF=SHARE of the sequences, for a mix; default: capture's own mix."
     return _options(
         click.option("--dataset", type=ref, multiple=True, metavar="REF[=SHARE]", help=several)
         if default is None
@@ -191,7 +191,7 @@ def text_options(default: str | None) -> Callable[[F], F]:
 
 
 def loading_from(values: dict[str, Any]) -> tuple[Any, Any]:
-    """Take the options of loading out of a command's values: how the source is loaded, and how the target is."""
+    """Take the loading options out of a command's values. Returns those of the source and those of the target."""
     from kvfit.fit.capture import models
 
     shared = {name: values.pop(name) for name in ("dtype", "device_map", "attn_implementation", "trust_remote_code")}
@@ -200,7 +200,7 @@ def loading_from(values: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def text_from(values: dict[str, Any]) -> Any:
-    """Take the options of the text out of a command's values."""
+    """Take the text options out of a command's values."""
     from kvfit.fit.capture.text import TextOptions
 
     names = ("dataset", "dataset_config", "dataset_revision", "split", "text_column")

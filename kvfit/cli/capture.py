@@ -1,4 +1,4 @@
-"""The commands that make statistics, and that say what this takes: inspect, plan, capture, merge."""
+"""The commands that make statistics or say what that takes: inspect, plan, capture, merge."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def _texts(values: dict[str, Any]) -> Any:
 
 @click.command(cls=Verb)
 @click.argument("model", type=ref)
-@click.option("--dtype", type=DTYPE, default="auto", help="auto: as stored.")
-@click.option("--device", help="Where to load it; default: the first GPU, else the CPU.")
-@click.option("--device-map", help="Spread it over devices with accelerate, for example auto.")
+@click.option("--dtype", type=DTYPE, default="auto", help="Dtype of the model; auto: as stored.")
+@click.option("--device", help="Device to load the model on; default: the first GPU, else the CPU.")
+@click.option("--device-map", help="Spread the model over devices with accelerate, for example auto.")
 @click.option("--attn-implementation", help="sdpa, eager, flash_attention_2; default: the model's own.")
 @click.option("--trust-remote-code", is_flag=True, help="Run code from the model's repository.")
 @json_option
 def inspect(model: str, as_json: bool, **values: Any) -> None:
-    """Print what kvfit sees in MODEL, and whether it can map it. The model is loaded and run on a few tokens.
+    """Print what kvfit finds in MODEL, and whether it can map its cache. The model is loaded and run on a few tokens.
 
-    Exit 3 when it cannot.
+    Exits with 3 if it cannot.
     """
     from kvfit.fit.capture import inspect as verb
     from kvfit.fit.capture.models import Options
@@ -59,10 +59,10 @@ def inspect(model: str, as_json: bool, **values: Any) -> None:
 @click.command(cls=Verb)
 @click.argument("source", type=ref)
 @click.argument("target", type=ref)
-@click.option("--num-sequences", default=500, help="Sequences to run.")
-@click.option("--seq-len", default=1024, help="Tokens of a sequence.")
-@click.option("--token-stride", default=4, help="Keep one token of this many.")
-@click.option("--skip-tokens", default=1, help="First tokens of each sequence to leave out.")
+@click.option("--num-sequences", default=500, help="Number of sequences to run.")
+@click.option("--seq-len", default=1024, help="Tokens per sequence.")
+@click.option("--token-stride", default=4, help="Keep every Nth token.")
+@click.option("--skip-tokens", default=1, help="Number of first tokens of each sequence to leave out.")
 @click.option("--top-k", callback=top_k, metavar="N|all", default="all", help="Source layers that each target layer reads.")
 @click.option(
     "--support", type=click.Choice(["full", "head"]), default="full", help="Read all source heads, or the matching one."
@@ -71,25 +71,25 @@ def inspect(model: str, as_json: bool, **values: Any) -> None:
     "--inputs", type=click.Choice(["same", "both"]), default="both", help="both: predict each kind from keys and values."
 )
 @click.option("--lexical", callback=lags, metavar="LAGS", default="auto", help="Lags of lexical inputs, as for capture.")
-@click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
+@click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Dtype of the stored sums.")
 @click.option(
-    "--memory-budget", callback=size_or_auto, metavar="SIZE|auto", default="auto", help="For statistics, as for capture."
+    "--memory-budget", callback=size_or_auto, metavar="SIZE|auto", default="auto", help="Memory for statistics, as for capture."
 )
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
 @click.option(
     "--hardware",
     type=click.Choice(["this", "h100", "h200", "a100", "l40s"]),
     default="this",
-    help="Whose times: half of a card's published peaks, or this machine's, measured.",
+    help="Machine for the estimated times: a card, at half of its published peaks, or this machine, measured.",
 )
-@click.option("--gpus", type=click.IntRange(1), default=1, help="Cards that share capture and evaluation.")
-@click.option("--device", default=None, help="What is timed of this machine; the first GPU, else the CPU.")
-@click.option("--trust-remote-code", is_flag=True, help="Read configurations that carry code.")
+@click.option("--gpus", type=click.IntRange(1), default=1, help="Number of cards that share capture and evaluation.")
+@click.option("--device", default=None, help="Device of this machine to measure; default: the first GPU, else the CPU.")
+@click.option("--trust-remote-code", is_flag=True, help="Run code from the models' repositories to read configurations.")
 @json_option
 def plan(source: str, target: str, as_json: bool, device: str | None, hardware: str, **values: Any) -> None:
-    """Print what capturing and solving SOURCE to TARGET will take, and from which length on a map will pay.
+    """Print what capture and solve will take for SOURCE and TARGET, and from which context length on a map will pay.
 
-    Reads no weights. SOURCE and TARGET may also be geometries by name: qwen3-8b, qwen3-14b, qwen3-32b, llama-3.1-8b,
+    No weights are read. SOURCE and TARGET may also be names of geometries: qwen3-8b, qwen3-14b, qwen3-32b, llama-3.1-8b,
     llama-3.1-70b, ministral-3-3b, ministral-3-8b, ministral-3-14b.
     """
     from kvfit.fit import hardware as machines
@@ -103,7 +103,7 @@ def plan(source: str, target: str, as_json: bool, device: str | None, hardware: 
     running = {name: values.pop(name) for name in ("memory_budget", "batch_size", "gpus", "trust_remote_code")}
     solving = SolveOptions(top_k=values.pop("top_k"), support=values.pop("support"))
     options = verb.Options(capture=CaptureOptions(**values), solve=solving, **running)
-    verb.plan(source, target, options)  # what is refused is refused before anything is timed
+    verb.plan(source, target, options)  # refuse wrong options before the machine is timed
     rates = machines.measure_rates(device) if hardware == "this" else machines.published_rates(hardware)
     say(verb.plan(source, target, options, rates), as_json)
 
@@ -111,35 +111,43 @@ def plan(source: str, target: str, as_json: bool, device: str | None, hardware: 
 @click.command(cls=Verb)
 @click.argument("source", type=ref)
 @click.argument("target", type=ref)
-@click.option("--out", required=True, type=path, help="The store to write, by habit NAME.zarr.")
+@click.option("--out", required=True, type=path, help="The store to write, usually NAME.zarr.")
 @text_options(None)
-@click.option("--num-sequences", default=500, help="Sequences to run, both splits together.")
-@click.option("--seq-len", default=1024, help="Tokens of a sequence.")
-@click.option("--token-stride", default=4, help="Keep one token of this many for the statistics.")
-@click.option("--skip-tokens", default=1, help="First tokens of each sequence to leave out.")
-@click.option("--holdout", default=0.1, help="Share of the sequences for choosing and reporting.")
-@click.option("--seed", default=0, help="Shifts which sequences those are.")
-@click.option("--pack", is_flag=True, help="Join documents and cut them; default: one sequence per document.")
-@click.option("--inputs", type=click.Choice(["same", "both"]), default="both", help="both: also keep keys by values.")
+@click.option("--num-sequences", default=500, help="Number of sequences to run, both splits together.")
+@click.option("--seq-len", default=1024, help="Tokens per sequence.")
+@click.option("--token-stride", default=4, help="Keep every Nth token for the statistics.")
+@click.option("--skip-tokens", default=1, help="Number of first tokens of each sequence to leave out.")
+@click.option("--holdout", default=0.1, help="Share of the sequences in the holdout split, for choosing and reporting.")
+@click.option("--seed", default=0, help="Changes which sequences are in the holdout split.")
+@click.option("--pack", is_flag=True, help="Join documents and cut them into sequences; default: one sequence per document.")
+@click.option(
+    "--inputs", type=click.Choice(["same", "both"]), default="both", help="both: also keep the products of keys and values."
+)
 @click.option(
     "--lexical", callback=lags, metavar="LAGS", default="auto",
-    help="0,1,2: the target's first layer of a token and of the two before as inputs; none; auto: where it can.",
+    help="0,1,2: the target's first layer at a token and the two before it as inputs; none; auto: if the pair allows it.",
 )  # fmt: skip
-@click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Of the stored sums.")
+@click.option("--stats-dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Dtype of the stored sums.")
 @click.option(
     "--memory-budget", callback=size_or_auto, metavar="SIZE|auto", default="auto",
-    help="Memory for statistics, beyond the models; auto: half of what is free. What fits stays in memory.",
+    help="Memory for statistics, besides the models; auto: half of the free memory. Statistics that fit stay in memory.",
 )  # fmt: skip
-@click.option("--snapshot-every", callback=seconds, metavar="TIME", default="10min", help="Between writes of such statistics.")
+@click.option(
+    "--snapshot-every",
+    callback=seconds,
+    metavar="TIME",
+    default="10min",
+    help="Time between writes of statistics that stay in memory.",
+)
 @click.option("--stats-device", help="Device that sums the statistics; default: the source's.")
 @click.option("--batch-size", default=8, help="Sequences per forward pass.")
 @click.option("--source-revision", help="Commit, tag or branch of the source.")
 @click.option("--target-revision", help="Commit, tag or branch of the target.")
 @loading_options
-@click.option("--resume", is_flag=True, help="Go on with an interrupted store; begin if there is none.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted store; start one if there is none.")
 @json_option
 def capture(source: str, target: str, out: str, as_json: bool, **values: Any) -> None:
-    """Run SOURCE and TARGET over the same text and accumulate their statistics in a store."""
+    """Run SOURCE and TARGET on the same text and accumulate their statistics in a store."""
     from kvfit.fit.capture import capture as verb
     from kvfit.fit.capture.ranks import Ranks
 
@@ -157,10 +165,10 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 @click.command(cls=Verb)
 @click.argument("stores", nargs=-1, required=True, type=path)
 @click.option("--out", required=True, type=path, help="The merged store; must not exist.")
-@click.option("--weights", callback=numbers, metavar="W,W,...", help="How much each store counts; default: 1 each.")
+@click.option("--weights", callback=numbers, metavar="W,W,...", help="Weight of each store; default: 1 each.")
 @json_option
 def merge(stores: tuple[str, ...], out: str, weights: tuple[float, ...] | None, as_json: bool) -> None:
-    """Merge STORES that were captured with one recipe into one."""
+    """Merge STORES that were captured with the same recipe into one store."""
     from kvfit.fit.stats import merge as verb
 
     merged = verb.merge(stores, out, weights)

@@ -1,4 +1,4 @@
-"""The command's streams and exit codes: results on stdout, all else on stderr. The only place where errors become exit codes.
+"""Streams and exit codes: results go to stdout, everything else to stderr. Only this module turns errors into exit codes.
 
 Exit 0; 1 an error; 2 usage; 3 refused by a gate; 130 interrupted.
 """
@@ -20,7 +20,7 @@ import click
 
 from kvfit.errors import GateError, KvfitError, OptionError
 
-# What each extra of the distribution brings. A verb that needs one of these modules and finds it missing names the extra.
+# The modules of each extra of the distribution. If one is missing when a verb needs it, the error names the extra.
 EXTRAS = {
     "eval": ("lm_eval",),
     "fit": (
@@ -41,14 +41,14 @@ EXTRAS = {
 
 
 LOGGER = logging.getLogger("kvfit")
-# Verbs that keep what they have done when they are interrupted, and the option with which they go on.
+# Verbs that can continue after an interruption, and the option for it.
 RESUMABLE = {"capture": "--resume", "evaluate": None, "fit": None}
-# Verbs that answer at once have nothing to be quiet about.
+# Verbs that answer immediately do not need --quiet.
 SHORT = ("env", "list")
 
 
 class _ToStderr(logging.Handler):
-    """Log lines on stderr as it is now: tests and redirections replace it."""
+    """Writes log lines to the current stderr, which tests and redirections replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(self.format(record), err=True)
@@ -61,17 +61,17 @@ def _quieten(context: click.Context, _option: click.Parameter, quiet: bool) -> N
 
 
 class Verb(click.Command):
-    """A command whose options' own checks count as usage, too, and which can be told to be quiet."""
+    """A command that reports an `OptionError` as a usage error, and that has ``--quiet``."""
 
     def __init__(self, name: str | None, *arguments: Any, **values: Any) -> None:
         super().__init__(name, *arguments, **values)
         if name not in SHORT:
             option = ["--quiet"]
-            about = "No progress: neither bars nor lines."
+            about = "Show no progress, neither bars nor lines."
             self.params.append(click.Option(option, is_flag=True, expose_value=False, callback=_quieten, help=about))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except OptionError as error:
@@ -79,12 +79,12 @@ class Verb(click.Command):
 
 
 class Verbs(click.Group):
-    """All of them. Their list shows the first sentence of each, whole."""
+    """The group of all commands. Its list shows the first sentence of each command's help without truncation."""
 
     command_class = Verb
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of verbs."""
+        """Write the list of commands."""
         found = [(name, self.commands[name]) for name in self.list_commands(ctx)]
         rows = [(name, command.get_short_help_str(limit=1000)) for name, command in found if not command.hidden]
         with formatter.section("Commands"):
@@ -101,21 +101,21 @@ def say_text(text: str) -> None:
     try:
         click.echo(text)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, "stdout") from error  # which the error does not say
+        raise OSError(error.errno, error.strerror, "stdout") from error  # the error itself has no file name
 
 
 def run(command: click.Command) -> None:
     """Run a command line; an error becomes one line on stderr and an exit code."""
     _fill_streams()
     _log()
-    # Without the extra `fit` there may be no numpy, and torch warns of that before a verb can say which extra it needs.
+    # Without the extra `fit` numpy may be missing. torch warns about that before a verb can say which extra it needs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     if not sys.stderr.isatty():
-        # Bars are for people. tqdm reads this when it is first imported, also for the bars of the libraries that use it.
+        # Bars are useful on a terminal only. tqdm reads this at its first import, also for libraries that use it.
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         command.main(standalone_mode=False)
-    except (click.exceptions.Abort, KeyboardInterrupt):  # click makes the one of the other
+    except (click.exceptions.Abort, KeyboardInterrupt):  # click turns KeyboardInterrupt into Abort
         _stop(_interrupted(sys.argv, os.environ), 130)
     except click.ClickException as error:
         error.show()
@@ -127,14 +127,14 @@ def run(command: click.Command) -> None:
     except KvfitError as error:
         _stop(str(error), 1)
     except BrokenPipeError:
-        sys.exit(1)  # whoever read the result has seen enough
+        sys.exit(1)  # the reader of the pipe has closed it
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split()) or type(error).__name__
         _stop(f"{error.filename}: {reason}" if isinstance(error.filename, str | os.PathLike) else reason, 1)
 
 
 def _log() -> None:
-    """Show what kvfit logs: progress where no terminal shows bars, and warnings."""
+    """Show kvfit's log: warnings, and progress if there is no terminal to show bars on."""
     if not any(isinstance(handler, _ToStderr) for handler in LOGGER.handlers):
         handler = _ToStderr()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
@@ -143,11 +143,11 @@ def _log() -> None:
 
 
 def _interrupted(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """One line for an interrupted command line: where the verb can go on, with the command that does it.
+    """One line for an interrupted command; if the verb can continue, with the command line that continues it.
 
     Args:
-        words: the process's words, the program first.
-        environment: the process's environment, which says whether torchrun started it.
+        words: the words of the command line, beginning with the program.
+        environment: the environment variables, which show whether torchrun started the process.
     """
     verb = _verb(words)
     if verb not in RESUMABLE:
@@ -155,13 +155,13 @@ def _interrupted(words: Sequence[str], environment: Mapping[str, str]) -> str:
     option = RESUMABLE[verb]
     added = [option] if option is not None and option not in words else []
     if environment.get("WORLD_SIZE", "1") != "1":
-        return "interrupted; to go on, run the same torchrun command again" + (f" with {option}" if added else "")
+        return "interrupted; to continue, run the same torchrun command again" + (f" with {option}" if added else "")
     program = [words[0]]
     if Path(words[0]).name == "__main__.py":
         program = [sys.executable, "-m", "kvfit"]
     elif shutil.which("kvfit") == words[0]:
         program = ["kvfit"]
-    return f"interrupted; to go on: {shlex.join([*program, *words[1:], *added])}"
+    return f"interrupted; to continue: {shlex.join([*program, *words[1:], *added])}"
 
 
 def _verb(words: Sequence[str]) -> str:
@@ -169,7 +169,7 @@ def _verb(words: Sequence[str]) -> str:
 
 
 def _missing(error: ModuleNotFoundError) -> str:
-    """One line for a module that an extra would have brought; any other missing module is a fault of kvfit and is raised."""
+    """One line for a missing module of an extra. Any other missing module is a bug of kvfit, so the error is raised."""
     name = (error.name or "").partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if name in modules), None)
     if extra is None:
@@ -183,8 +183,8 @@ def _stop(message: str, code: int) -> NoReturn:
 
 
 def _fill_streams() -> None:
-    """Put the null device where a stream was closed, so that neither a print nor the next file that is opened lands there."""
+    """Replace closed streams by the null device, so that prints work and no file that is opened later gets their number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # It gets the lowest free number, which is the closed one.
+            # It gets the lowest free file descriptor, which is the closed one.
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""The verb `demo`: the whole job on the built-in pair, through the same functions that a user would call."""
+"""The verb `demo`: the complete job on the built-in pair, with the same functions that a user would call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvfit.spec import KINDS
 
 SOURCE, TARGET, TEXT, HELDOUT = "demo:source", "demo:target", "demo:text", "demo:heldout"
 SHOWN_TOKENS = 24
-# A tenth of the prefix is run by the target, where the source's retrieval heads look: what a map loses is exact content.
+# The target recomputes a tenth of the prefix, where the source's retrieval heads look, because a map loses exact content.
 RECOMPUTE = 0.1
-# The pair was trained on one kind of question only. Its target is so small that a prefill takes next to no time, so the demo
-# turns the verdict's threshold of speed off, and says where moving does not pay.
+# The pair was trained on one kind of question only. Its target is so small that a prefill takes almost no time. So the demo
+# turns off the verdict's speed threshold, and says from which length on moving pays.
 EVALUATION = evaluate.Options(
     documents=64,
     batch_size=16,
@@ -41,7 +41,7 @@ SAID = {"native": "native", "handoff": "moved", "source": "source"}
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo found, and where it put things."""
+    """The demo's results, and where its files are."""
 
     report: dict[str, Any]
 
@@ -53,15 +53,15 @@ class Demo:
 
 
 def run_demo(out: str | Path, *, progress: bool = True) -> Demo:
-    """Capture, solve, evaluate and hand over a held-out conversation.
+    """Capture, solve, evaluate, and hand over a held-out conversation.
 
     Args:
         out: folder for the store, the bundle and the picture; must not exist.
-        progress: show bars.
+        progress: whether to show progress bars.
 
     Raises:
         MismatchError: `out` exists.
-        BundleError: `out` cannot be made.
+        BundleError: `out` cannot be created.
     """
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):  # an interrupted run leaves an empty folder
@@ -69,7 +69,8 @@ def run_demo(out: str | Path, *, progress: bool = True) -> Demo:
     require_writable(out)
     print("1/4 capture: both models over the same text", file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
-    # Every token is kept: twice the sequences at every second token give the same map for twice the forward passes.
+    # Every token is kept, because twice the sequences at every second token would give the same map for twice the forward
+    # passes.
     options = capture.Options(num_sequences=300, seq_len=512, token_stride=1)
     captured = capture.capture(SOURCE, TARGET, out / "pair.zarr", text=TextOptions(TEXT), options=options, progress=progress)
     print("2/4 solve: from statistics to a map", file=sys.stderr)
@@ -84,9 +85,9 @@ def run_demo(out: str | Path, *, progress: bool = True) -> Demo:
 
 @torch.no_grad()
 def _said(bundle: Path) -> dict[str, str]:
-    """What source and target say next in one held-out conversation, and the target after a handoff."""
+    """The next tokens of one held-out conversation by the source, by the target, and by the target after a handoff."""
     source, target = models.load(SOURCE), models.load(TARGET)
-    # The verdict was printed a moment ago; the demo shows what the mapper does whatever it was.
+    # The demo also shows what the mapper does if the evaluation above has failed.
     mapper = load_mapper(bundle, require="any").bind(source.model, target.model)
     text = next(documents(TextOptions(HELDOUT)))
     ids = target.tokenizer(text, return_tensors="pt")["input_ids"][:, :256].to(target.model.device)
@@ -136,7 +137,7 @@ def _size(folder: Path) -> int:
 
 
 def _table(report: dict[str, Any]) -> str:
-    """The report as a person reads it."""
+    """The report as text."""
     r2, tokens, rows = report["r2"], report["tokens"], report["ways"]
     width = 46
 
@@ -146,7 +147,7 @@ def _table(report: dict[str, Any]) -> str:
     def cell(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    # A bundle that failed is loaded only on request.
+    # A bundle that failed is loaded only with this argument.
     gate = "" if report["verdict"] != "fail" else ', require="any"'
     labels = {
         "native": "target, its own cache (native prefill)",
@@ -169,7 +170,7 @@ def _table(report: dict[str, Any]) -> str:
         lines.append(row(label, *(f"{r2[kind][name][split]:.3f}" for kind in KINDS for split in ("fit", "holdout"))))
     lines += ["", row("cache given to the target", "nats/token", "gap", "recall", "ms", "of the work")]
     for one in rows:
-        recall = one["recall"] if one["recall_by_kind"] else None  # where the target can do the questions at all
+        recall = one["recall"] if one["recall_by_kind"] else None  # only if the target can answer such questions
         cells = (cell(one["nll"], ".3f"), cell(one["share_of_gap"], ".0%"), cell(recall, ".0%"))
         lines.append(row(labels[one["way"]], *cells, cell(one["milliseconds"], ".1f"), cell(one["share_of_work"], ".0%")))
     if not any(one["recall_by_kind"] for one in rows):
@@ -199,7 +200,7 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _pays(report: dict[str, Any]) -> list[str]:
-    """Whether moving pays on this machine, of the ways that move."""
+    """Lines that say whether each way of moving pays on this machine."""
     moved = report["tokens"]["prefix"] - 1
     longest = report["milliseconds"]["lengths"][-1]
     lines = [f"ms: one sequence of {moved} tokens; the target is tiny, and a prefill of it takes next to no time"]

@@ -1,4 +1,4 @@
-"""The verb `env`: what kvfit runs on, for a bug report."""
+"""The verb `env`: versions, machine and devices, for a bug report."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ VARIABLES = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "OMP_NUM_THREADS", "CUD
 
 @dataclass(frozen=True)
 class Environment:
-    """Versions, machine and devices. No token and no secret.
+    """Versions, machine and devices, without any token or other secret.
 
     Attributes:
         kvfit: version of kvfit.
         python: version of Python.
         system: operating system and processor.
-        cores: logical processors that this process may use.
-        packages: version per package, None for one that is not installed.
+        cores: number of logical processors that this process may use.
+        packages: version per package; None if it is not installed.
         devices: names of the GPUs.
-        variables: environment variables that change what runs, where set.
+        variables: the environment variables that affect kvfit and are set.
     """
 
     kvfit: str
@@ -39,7 +39,7 @@ class Environment:
     variables: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The facts as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Look at this process."""
+    """Collect the facts about this process."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

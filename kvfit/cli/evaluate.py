@@ -1,4 +1,4 @@
-"""The command that judges a bundle, with its options: evaluate."""
+"""The command that evaluates a bundle: evaluate."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from kvfit.errors import GateError
 
 @click.command(cls=Verb)
 @click.argument("bundle", type=path)
-@click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
-@click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
+@click.option("--source", type=ref, help="Ref of the source; default: the ref in the bundle.")
+@click.option("--target", type=ref, help="Ref of the target; default: the ref in the bundle.")
 @text_options("demo:heldout")
 @click.option(
     "--text",
@@ -33,35 +33,46 @@ from kvfit.errors import GateError
     multiple=True,
     callback=named,
     metavar="NAME=DATASET",
-    help="A further text of another kind, reported apart; may be given several times.",
+    help="Another text, which is reported separately; may be repeated.",
 )
 @click.option(
-    "--prefix", default="384", callback=lengths, metavar="N[,N...]", help="Tokens of context; several lengths in turn."
+    "--prefix",
+    default="384",
+    callback=lengths,
+    metavar="N[,N...]",
+    help="Tokens of context; with several lengths, each is evaluated.",
 )
-@click.option("--continuation", default=128, help="Tokens scored after it.")
-@click.option("--documents", default=48, help="Documents to use.")
-@click.option("--probes", default=40, help="Recall questions of each kind; 0 for none.")
+@click.option("--continuation", default=128, help="Tokens after the context that are scored.")
+@click.option("--documents", default=48, help="Number of documents.")
+@click.option("--probes", default=40, help="Number of recall questions of each kind; 0 for none.")
 @click.option(
     "--probe-kinds",
     callback=names,
     metavar="KIND[,KIND...]",
-    help="Of names, list, sentence, item, reworded, two-hop; default: all.",
+    help="Kinds of recall questions: names, list, sentence, item, reworded, two-hop; default: all.",
 )
 @click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none.")
-@click.option("--diagnose", default=8, help="Documents on which layers and heads are diagnosed; 0 for none.")
-@click.option("--turns", default=0, help="Turns of the target in a conversation that goes back and forth; 0 for none.")
-@click.option("--exact-head", default=1, help="First tokens that the target runs itself, in the arm that is judged.")
-@click.option("--exact-tail", default=0, help="Last tokens of the prefix that it runs itself.")
+@click.option("--diagnose", default=8, help="Number of documents to diagnose layers and heads on; 0 for none.")
+@click.option("--turns", default=0, help="The target's turns in a conversation that moves back and forth; 0 for none.")
+@click.option("--exact-head", default=1, help="Number of first tokens that the target runs itself in the judged handoff.")
+@click.option("--exact-tail", default=0, help="Number of last tokens of the prefix that it runs itself.")
 @click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source.")
-@click.option("--transcripts", default=10, help="Documents whose continuations the HTML page shows; 0 for none.")
-@click.option("--seconds", default=60.0, help="Time for all timings together; 0 for no times.")
-@click.option("--time-tokens", default=0, help="Time lengths up to this one; default: up to the longest prefix.")
-@click.option("--threshold", "thresholds", multiple=True, callback=named, metavar="NAME=NUMBER", help="Another threshold.")
+@click.option("--transcripts", default=10, help="Number of documents whose continuations the HTML page shows; 0 for none.")
+@click.option("--seconds", default=60.0, help="Time for all timings together; 0 for no timings.")
+@click.option("--time-tokens", default=0, help="Longest context to time; default: the longest prefix.")
+@click.option(
+    "--threshold",
+    "thresholds",
+    multiple=True,
+    callback=named,
+    metavar="NAME=NUMBER",
+    help="Change a threshold of the verdict; may be repeated.",
+)
 @click.option("--batch-size", default=8, help="Documents per forward pass.")
 @loading_options
 @json_option
 def evaluate(bundle: str, source: str | None, target: str | None, as_json: bool, **values: Any) -> None:
-    """Measure BUNDLE on held-out text, with controls, and write the verdict into it. Exit 3 on fail."""
+    """Measure BUNDLE on held-out text, with controls, and write the verdict into it. Exits with 3 if the verdict is fail."""
     from kvfit.cli.job import local_refs
     from kvfit.fit.capture.text import TextOptions
     from kvfit.fit.evaluate import evaluate as verb

@@ -1,13 +1,12 @@
 """The verb `fit`: plan, capture, solve, evaluate and push as one job that can be interrupted and repeated.
 
-Each part is run through its own command, so that it checks its options as always.
+Each part runs through its own command, so that it checks its options in the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +15,21 @@ from typing import Any
 import click
 
 from kvfit.bundle.bundle import Bundle, add_files
+from kvfit.bundle.records import dump_json, parse_json
 from kvfit.cli.job import CONFIG, PARTS, Job, Values, as_words, option_names, words_of, work_folder
 from kvfit.errors import KvfitError, OptionError
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a job left behind.
+    """The result of a job.
 
     Attributes:
-        bundle, store: where they are.
-        verdict: of the evaluation.
-        line: the last line of the evaluation.
-        pushed: where the bundle was published to, None where it was not.
+        bundle: the bundle's folder.
+        store: the store's folder.
+        verdict: verdict of the evaluation.
+        line: the last line that the evaluation printed.
+        pushed: the line that push printed; None if the bundle was not published.
     """
 
     bundle: Path
@@ -38,7 +39,7 @@ class Fitted:
     pushed: str | None
 
     def to_json(self) -> Values:
-        """As JSON values."""
+        """The result as JSON values."""
         return {
             "bundle": str(self.bundle), "store": str(self.store), "verdict": self.verdict, "evaluation": self.line,
             "pushed": self.pushed,
@@ -50,16 +51,16 @@ class Fitted:
 
 
 def run_fit(job: Job, out: str | Path, commands: Mapping[str, click.Command]) -> Fitted:
-    """Do every part that has not been done yet.
+    """Run every part that has not been done yet.
 
     Args:
-        job: what to fit.
+        job: the models, and the options of the parts.
         out: the bundle's folder.
         commands: the command of each part, and of ``plan``.
 
     Raises:
-        OptionError: an option that a part refuses, or a bundle in `out` that another job made.
-        GateError: the verdict is ``fail``; nothing is pushed then.
+        OptionError: a part refuses an option, or `out` holds a bundle of another job.
+        GateError: the verdict is ``fail``. Nothing is pushed then.
     """
     bundle, work = Path(out), work_folder(out)
     words = {part: words_of(job.parts.get(part, {}), commands[part], part) for part in PARTS}
@@ -69,7 +70,7 @@ def run_fit(job: Job, out: str | Path, commands: Mapping[str, click.Command]) ->
     wanted = {**made, "solve": words["solve"]}
     if bundle.exists() and done.get("solve") != wanted:
         raise OptionError(
-            f"{bundle}: found a bundle that this job did not make, needed a free place: choose another --out, or remove it"
+            f"{bundle}: found a bundle that this job did not make, needed a new folder: choose another --out, or remove it"
         )
     if store.exists() and done.get("capture", made) != made:
         raise OptionError(
@@ -83,7 +84,7 @@ def run_fit(job: Job, out: str | Path, commands: Mapping[str, click.Command]) ->
         _run(commands["capture"], [job.source, job.target, "--out", str(store), "--resume", *words["capture"]])
         _remember(work, capture=made)
     if not bundle.exists():
-        # Before the solve, so that a bundle without this entry is never taken for one of this job.
+        # Written before the solve, so that every bundle of this job has its entry.
         _remember(work, solve=wanted)
         _run(commands["solve"], [str(store), "--out", str(bundle), *words["solve"]])
     add_files(bundle, {CONFIG: job.to_yaml(published=True).encode()})
@@ -93,7 +94,7 @@ def run_fit(job: Job, out: str | Path, commands: Mapping[str, click.Command]) ->
 
 
 def _evaluate(job: Job, bundle: Path, work: Path, words: list[str], command: click.Command) -> str:
-    """Judge the bundle, unless it was judged in this way before; the line that `evaluate` ends with."""
+    """Evaluate the bundle, unless it has passed the same evaluation before. Returns the last line that `evaluate` printed."""
     judged = {"evaluate": words, "weights": Bundle.open(bundle, verify=False).weights_digest}
     done = _done(work)
     if done.get("evaluate") == judged and Bundle.open(bundle, verify=False).verdict == "pass":
@@ -104,7 +105,7 @@ def _evaluate(job: Job, bundle: Path, work: Path, words: list[str], command: cli
 
 
 def _plan(job: Job, command: click.Command) -> None:
-    """Print what the job will take; what `plan` cannot say stops nothing, because the parts check again."""
+    """Print what the job will take. An error of `plan` does not stop the job, because the parts check everything again."""
     names = option_names(command)
     shared = {name: value for name, value in job.parts.get("capture", {}).items() if name in names}
     try:
@@ -114,20 +115,20 @@ def _plan(job: Job, command: click.Command) -> None:
 
 
 def _run(command: click.Command, words: list[str]) -> str:
-    """Run a part through its own command; what it would print on stdout, which is passed on to stderr."""
+    """Run a part through its own command. Its output goes to stderr and is returned."""
     click.echo(f"kvfit {command.name} {' '.join(words)}", err=True)
-    kept = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(kept), command.make_context(command.name or "", list(words)) as context:
+        with contextlib.redirect_stdout(output), command.make_context(command.name or "", list(words)) as context:
             command.invoke(context)
     finally:
-        click.echo(kept.getvalue().rstrip("\n"), err=True)
-    return kept.getvalue().strip()
+        click.echo(output.getvalue().rstrip("\n"), err=True)
+    return output.getvalue().strip()
 
 
 def _done(work: Path) -> Values:
     try:
-        found = json.loads((work / "done.json").read_text(encoding="utf-8"))
+        found = parse_json((work / "done.json").read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -135,5 +136,5 @@ def _done(work: Path) -> Values:
 
 def _remember(work: Path, **parts: Any) -> None:
     temporary = work / "done.json.new"
-    temporary.write_text(json.dumps(_done(work) | parts), encoding="utf-8")
+    temporary.write_bytes(dump_json(_done(work) | parts))
     temporary.replace(work / "done.json")

@@ -1,7 +1,7 @@
-"""What `kvfit fit` is to do: the two models and the options of every part, from a command line or a ``fit.yaml``.
+"""The job of `kvfit fit`: two models and the options of every part, from a command line or a ``fit.yaml``.
 
-The file names options as the command line does. It is kept beside the bundle, in the folder ``OUT.fit`` together with the
-store, and a copy without local paths travels in the bundle.
+The file names options as the command line does. It is written to the folder ``OUT.fit`` next to the bundle, together with the
+store. The bundle contains a copy without local paths.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvfit.errors import OptionError
 
 PARTS = ("capture", "solve", "evaluate", "push")
 CONFIG = "fit.yaml"
-# Both models are loaded twice, by capture and by evaluate, and always in the same way.
+# Options of capture that evaluate gets too, because both load the models in the same way.
 LOADING = ("dtype", "source-device", "target-device", "device-map", "attn-implementation", "trust-remote-code")
-# What the job sets by itself.
+# Options that the job sets itself.
 OWN = {"capture": {"out", "resume", "json"}, "solve": {"out", "json", "sweep"}, "evaluate": {"source", "target", "json"}}
 OWN["push"] = {"json", "dry-run"}
 
@@ -30,11 +30,12 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be fitted, and how.
+    """The models and options of a job.
 
     Attributes:
-        source, target: refs of the two models.
-        parts: per part of the job, its options as the command line writes them, without the dashes.
+        source: ref of the source model.
+        target: ref of the target model.
+        parts: per part of the job, its options by their long names without the dashes.
     """
 
     source: str
@@ -42,7 +43,7 @@ class Job:
     parts: Mapping[str, Values] = field(default_factory=dict)
 
     def to_yaml(self, *, published: bool = False) -> str:
-        """The text of ``fit.yaml``; `published`: local folders and files by their last name only."""
+        """The text of ``fit.yaml``. With `published`, local paths are reduced to their last part."""
         document: Values = {"source": self.source, "target": self.target}
         document |= {part: dict(self.parts.get(part, {})) for part in PARTS if self.parts.get(part)}
         return str(yaml.safe_dump(_without_paths(document) if published else document, sort_keys=False, allow_unicode=True))
@@ -62,7 +63,7 @@ def read_job(path: str | Path) -> Job:
     """The job that a ``fit.yaml`` describes.
 
     Raises:
-        OptionError: the file cannot be read, or is not of that form; names the key.
+        OptionError: the file cannot be read, or has another form; names the key.
     """
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -83,10 +84,10 @@ def read_job(path: str | Path) -> Job:
 
 
 def described(words: Sequence[str], config: str | None, commands: Mapping[str, click.Command]) -> Job:
-    """The job that a command line asks for: its own words before those of a ``fit.yaml``.
+    """The job of a command line, whose options override those of a ``fit.yaml``.
 
     Raises:
-        OptionError: a model is missing, or an option that no part has.
+        OptionError: a model is missing, or no part has an option.
     """
     first_option = next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
     models, options = list(words[:first_option]), parse_options(words[first_option:], commands)
@@ -99,13 +100,13 @@ def described(words: Sequence[str], config: str | None, commands: Mapping[str, c
 
 
 def parse_options(words: Sequence[str], commands: Mapping[str, click.Command]) -> dict[str, Values]:
-    """Options of the parts, as a caller of `fit` wrote them.
+    """Assign the options on the command line of `fit` to its parts.
 
-    A name that several parts have means capture's; the others' are written ``--solve-NAME``, ``--evaluate-NAME``,
-    ``--push-NAME``. Options of how models are loaded go to capture and to evaluate.
+    If several parts have an option of the same name, the plain name means capture's. Those of the others are written
+    ``--solve-NAME``, ``--evaluate-NAME`` and ``--push-NAME``. Options for loading models go to capture and to evaluate.
 
     Raises:
-        OptionError: an unknown option, a missing value, or a word that belongs to no option.
+        OptionError: an option is unknown or has no value, or a word belongs to no option.
     """
     found: dict[str, Values] = {part: {} for part in PARTS}
     position = 0
@@ -133,7 +134,7 @@ def parse_options(words: Sequence[str], commands: Mapping[str, click.Command]) -
 
 
 def _home(word: str, commands: Mapping[str, click.Command]) -> tuple[str, str]:
-    """Part and name of an option."""
+    """The part that an option belongs to, and the option's name there."""
     for part in PARTS:
         prefix, name = f"{part}-", word.removeprefix(f"{part}-")
         if word.startswith(prefix) and name not in OWN[part] and option_names(commands[part]).get(name):
@@ -154,7 +155,7 @@ def words_of(values: Values, command: click.Command, part: str) -> list[str]:
     """A part's options as words of its command line.
 
     Raises:
-        OptionError: an option that the part does not have, or that the job sets by itself.
+        OptionError: the part does not have an option, or the job sets it itself.
     """
     names = option_names(command)
     for name in values:
@@ -164,7 +165,7 @@ def words_of(values: Values, command: click.Command, part: str) -> list[str]:
 
 
 def as_words(values: Values) -> list[str]:
-    """Options as words of a command line: a flag alone or not at all, a list as the option given several times."""
+    """Options as words of a command line. A flag is written alone or not at all, a list as a repeated option."""
     words: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
@@ -176,13 +177,13 @@ def as_words(values: Values) -> list[str]:
 
 
 def work_folder(out: str | Path) -> Path:
-    """Where the store and the whole description of a job are kept: ``OUT.fit``, beside the bundle."""
+    """The folder for a job's store and its full ``fit.yaml``: ``OUT.fit`` next to the bundle."""
     path = Path(out)
     return path.with_name(path.name + ".fit")
 
 
 def local_refs(bundle: str | Path) -> tuple[str | None, str | None]:
-    """The models that the bundle was fitted from on this machine, None where no job is remembered beside it."""
+    """Refs of the models that a job on this machine fitted the bundle from; None if there is no job next to it."""
     path = work_folder(bundle) / CONFIG
     if not path.is_file():
         return None, None

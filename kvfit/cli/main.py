@@ -1,4 +1,4 @@
-"""The command line: parse, call one verb, print one result."""
+"""The command ``kvfit``: parse the command line, call one verb, print one result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvfit import __version__
 
 try:
     import click
-except ModuleNotFoundError:  # the runtime alone has no command line
+except ModuleNotFoundError:  # an installation without extras has no command line
     sys.exit("kvfit: found no click, needed the extra `fit` for the command line: pip install 'kvfit-mappers[fit]'")
 
 from kvfit.cli.arguments import json_option, path
@@ -34,7 +34,7 @@ def cli() -> None:
 @click.option("--out", default="demo-out", type=path, help="Folder for the store, the bundle and the picture; must not exist.")
 @json_option
 def demo(out: str, as_json: bool) -> None:
-    """Capture, solve, evaluate and hand over on the built-in pair, offline."""
+    """Capture, solve, evaluate and hand over a conversation on the built-in pair, offline."""
     from kvfit.cli.demo import run_demo
 
     say(run_demo(out), as_json)
@@ -50,15 +50,16 @@ def demo(out: str, as_json: bool) -> None:
     type=click.UNPROCESSED,
     shell_complete=path.shell_complete,
 )
-@click.option("--out", type=path, help="The bundle's folder. The store is kept beside it, in OUT.fit; default: fit-out/bundle.")
-@click.option("--config", type=path, help="A fit.yaml with models and options; what is given here too goes before it.")
+@click.option("--out", type=path, help="The bundle's folder; the store is next to it in OUT.fit; default: fit-out/bundle.")
+@click.option("--config", type=path, help="A fit.yaml with models and options; the command line overrides it.")
 @json_option
 def fit(words: tuple[str, ...], out: str | None, config: str | None, as_json: bool) -> None:
-    """Capture, solve, evaluate and, with --to, push: the whole job for SOURCE and TARGET. Run it again to go on.
+    """Capture, solve, evaluate and, with --to, push: the complete job for SOURCE and TARGET. Run it again to continue.
 
-    Takes every option of these commands. A name that several have means capture's; write --solve-NAME, --evaluate-NAME or
-    --push-NAME for the others, for example --evaluate-dataset heldout.jsonl. Models are loaded for evaluate as for capture.
-    The description of the job travels in the bundle as fit.yaml: kvfit fit --config bundle/fit.yaml repeats it.
+    It takes every option of these commands. If several commands have an option of the same name, the plain name means
+    capture's; write --solve-NAME, --evaluate-NAME or --push-NAME for the others, for example --evaluate-dataset
+    heldout.jsonl. Evaluate loads the models in the same way as capture. The bundle contains the job as fit.yaml, and
+    kvfit fit --config bundle/fit.yaml repeats it.
     """
     from kvfit.cli.fit import run_fit
     from kvfit.cli.job import PARTS, described
@@ -76,7 +77,7 @@ def env(as_json: bool) -> None:
     say(environment(), as_json)
 
 
-# In the order of the reference page.
+# This is also the order of the reference page.
 for command in (
     demo, capture, plan, merge, solve, refine, evaluate, fit, push, export, import_, list_, verify, inspect, env,
 ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""The commands that make a bundle, with their options: solve and refine."""
+"""The commands that make a bundle: solve and refine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from kvfit.cli.console import Verb, say
 @click.option(
     "--top-k", callback=top_k, metavar="N|all|auto", default="all", help="Source layers that each target layer reads."
 )
-@click.option("--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How they are chosen.")
-@click.option("--shared-layers", is_flag=True, help="Keys and values read the same source layers.")
+@click.option(
+    "--select", type=click.Choice(["independent", "greedy"]), default="independent", help="How the source layers are chosen."
+)
+@click.option("--shared-layers", is_flag=True, help="Let keys and values read the same source layers.")
 @click.option(
     "--penalty",
     callback=penalty,
     metavar="NUMBER|auto",
     default="auto",
-    help="Ridge penalty; auto chooses per kind and layer on the holdout split.",
+    help="Ridge penalty; auto: chosen per kind and layer on the holdout split.",
 )
 @click.option(
     "--penalty-scale",
@@ -39,52 +41,52 @@ from kvfit.cli.console import Verb, say
     "--inputs",
     type=click.Choice(["auto", "same", "both"]),
     default="auto",
-    help="both: predict each kind from keys and values; auto: what the store has.",
+    help="both: predict each kind from keys and values; auto: both if the store has it.",
 )
 @click.option(
     "--lexical",
     type=click.Choice(["auto", "none"]),
     default="auto",
-    help="auto: also read the target's first layer of the token and those before it, where the store has them.",
+    help="auto: also read the target's first layer at the token and those before it, if the store has it.",
 )
 @click.option(
     "--rank",
     callback=rank,
     metavar="N|auto|none",
     default="auto",
-    help="Directions of a basis that all target layers share; none: a map of its own for every layer.",
+    help="Rank of a basis that all target layers share; none: a separate map for every layer.",
 )
 @click.option(
     "--cost",
     callback=cost,
     metavar="SHARE|none",
     default="0.05",
-    help="The most that what is chosen by auto may cost a token, as a share of the target's prefill.",
+    help="Limit on the cost per token of everything that auto chooses, as a share of the target's prefill.",
 )
 @click.option(
     "--gain",
     type=click.Choice(["variance", "head", "none"]),
     default="variance",
-    help="Give predictions the target's variance.",
+    help="Scale predictions to the target's variance, per feature or per head.",
 )
 @click.option(
     "--gain-split",
     type=click.Choice(["auto", "fit", "holdout"]),
     default="auto",
-    help="Where the gain's variances come from; auto: holdout where it has 2,048 tokens.",
+    help="Split for the gain's variances; auto: holdout if it has at least 2,048 tokens.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     default="auto",
-    help="Of the stored weights; auto: bfloat16 where the target is a 16-bit model.",
+    help="Dtype of the stored weights; auto: bfloat16 if the target is a 16-bit model.",
 )
 @click.option(
     "--recipe",
     type=click.Choice(["heo2026"]),
-    help="A recipe of the literature, in place of the defaults of the options above.",
+    help="A recipe from the literature; it replaces the defaults of the options above.",
 )
-@click.option("--device", default="cpu", help="Where the linear algebra runs.")
+@click.option("--device", default="cpu", help="Device for the linear algebra.")
 @click.option("--memory-budget", callback=size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra.")
 @click.option(
     "--precision",
@@ -96,9 +98,9 @@ from kvfit.cli.console import Verb, say
     "--sweep",
     multiple=True,
     metavar="NAME=VALUE,...",
-    help="Write a table of R2, size and speed instead: top_k, penalty, gain, support, select; more of them may follow it.",
+    help="Write a table of R2, size and speed instead, over top_k, penalty, gain, support or select. More may follow.",
 )
-@click.option("--plots", is_flag=True, help="Also draw the R2 map and the curves per layer into the bundle.")
+@click.option("--plots", is_flag=True, help="Also draw the R2 map and the per-layer curves into the bundle.")
 @json_option
 def solve(
     store: str,
@@ -139,26 +141,30 @@ def solve(
 @click.command(cls=Verb)
 @click.argument("bundle", type=path)
 @click.option("--out", required=True, type=path, help="The refined bundle's folder; must not exist.")
-@click.option("--source", type=ref, help="Ref of the source; default: the one that the bundle names.")
-@click.option("--target", type=ref, help="Ref of the target; default: the one that the bundle names.")
-@click.option("--dataset", "datasets", multiple=True, type=ref, help="REF or REF=SHARE, text to learn from; may be repeated.")
+@click.option("--source", type=ref, help="Ref of the source; default: the ref in the bundle.")
+@click.option("--target", type=ref, help="Ref of the target; default: the ref in the bundle.")
+@click.option("--dataset", "datasets", multiple=True, type=ref, help="Text to train on, REF or REF=SHARE; may be repeated.")
 @click.option("--text-column", default="text", help="Column that holds the text.")
-@click.option("--num-sequences", default=64, help="Sequences to learn from and to stop by.")
-@click.option("--seq-len", default=512, help="Tokens of a sequence.")
-@click.option("--holdout", default=0.25, help="Share of the sequences that says when to stop and whether the result is better.")
-@click.option("--rank", default=2048, help="Most directions of its inputs that each map's correction reads.")
-@click.option("--steps", default=200, help="Most steps of training.")
+@click.option("--num-sequences", default=64, help="Number of sequences, training and holdout together.")
+@click.option("--seq-len", default=512, help="Tokens per sequence.")
 @click.option(
-    "--learning-rate", default=0.016, help="Of Adam: the most that a step moves an output, in its standard deviations."
+    "--holdout", default=0.25, help="Share of the sequences that decides when to stop and whether the result is better."
 )
-@click.option("--batch-size", default=4, help="Sequences of a step.")
-@click.option("--seed", default=0, help="Of batches and lengths.")
+@click.option("--rank", default=2048, help="Largest rank of each map's correction.")
+@click.option("--steps", default=200, help="Largest number of training steps.")
+@click.option(
+    "--learning-rate",
+    default=0.016,
+    help="Learning rate of Adam: the largest change of an output per step, in its standard deviations.",
+)
+@click.option("--batch-size", default=4, help="Sequences per step.")
+@click.option("--seed", default=0, help="Seed of batches and lengths.")
 @loading_options
 @json_option
 def refine(
     bundle: str, out: str, source: str | None, target: str | None, datasets: tuple[str, ...], as_json: bool, **values: Any
 ) -> None:
-    """Train BUNDLE's maps through the frozen target for a few hundred steps. Writes a new bundle only if it is better."""
+    """Train BUNDLE's maps through the frozen target for a few hundred steps. A new bundle is written only if it is better."""
     from kvfit.cli.job import local_refs
     from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
     from kvfit.fit.refine import refine as verb

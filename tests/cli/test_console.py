@@ -68,7 +68,7 @@ def test_an_interrupt_is_told(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert (process.returncode, out) == (130, "")
-    told = err.splitlines()[-1].removeprefix("kvfit: interrupted; to go on: ")
+    told = err.splitlines()[-1].removeprefix("kvfit: interrupted; to continue: ")
     assert shlex.split(told) == command
     assert "Traceback" not in err
 
@@ -76,13 +76,13 @@ def test_an_interrupt_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "environment", "told"),
     [
-        ("/x/kvfit capture a b --out 'my pair.zarr'", {}, "to go on: /x/kvfit capture a b --out 'my pair.zarr' --resume"),
-        ("/x/kvfit capture a b --resume --out c", {}, "to go on: /x/kvfit capture a b --resume --out c"),
-        ("/x/kvfit fit a b --out c", {}, "to go on: /x/kvfit fit a b --out c"),
-        ("/x/kvfit evaluate b", {"WORLD_SIZE": "1"}, "to go on: /x/kvfit evaluate b"),
-        ("/x/kvfit/__main__.py evaluate b", {}, f"to go on: {sys.executable} -m kvfit evaluate b"),
-        ("/x/kvfit capture a b", {"WORLD_SIZE": "2"}, "to go on, run the same torchrun command again with --resume"),
-        ("/x/kvfit capture a b --resume", {"WORLD_SIZE": "2"}, "to go on, run the same torchrun command again"),
+        ("/x/kvfit capture a b --out 'my pair.zarr'", {}, "to continue: /x/kvfit capture a b --out 'my pair.zarr' --resume"),
+        ("/x/kvfit capture a b --resume --out c", {}, "to continue: /x/kvfit capture a b --resume --out c"),
+        ("/x/kvfit fit a b --out c", {}, "to continue: /x/kvfit fit a b --out c"),
+        ("/x/kvfit evaluate b", {"WORLD_SIZE": "1"}, "to continue: /x/kvfit evaluate b"),
+        ("/x/kvfit/__main__.py evaluate b", {}, f"to continue: {sys.executable} -m kvfit evaluate b"),
+        ("/x/kvfit capture a b", {"WORLD_SIZE": "2"}, "to continue, run the same torchrun command again with --resume"),
+        ("/x/kvfit capture a b --resume", {"WORLD_SIZE": "2"}, "to continue, run the same torchrun command again"),
         ("/x/kvfit refine b --out c", {}, None),
         ("/x/kvfit", {}, None),
     ],
@@ -96,7 +96,7 @@ def test_a_program_on_the_path_is_called_by_its_name(tmp_path: Path, monkeypatch
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert console._interrupted([str(program), "evaluate", "b"], {}) == "interrupted; to go on: kvfit evaluate b"
+    assert console._interrupted([str(program), "evaluate", "b"], {}) == "interrupted; to continue: kvfit evaluate b"
 
 
 WITHOUT = """
