@@ -1,1 +1,1 @@
-"""Fitting: statistics, solving and evaluation. Heavy, runs once per pair of models. Needs the extra ``fit``."""
+"""Fitting: statistics, solving and evaluation. It is expensive, runs once per pair of models, and needs the extra ``fit``."""

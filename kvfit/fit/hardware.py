@@ -1,4 +1,4 @@
-"""How fast machines multiply and read memory: this one by measuring, others from what their makers publish."""
+"""The rates at which machines multiply and read memory: measured for this machine, published for others."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kvfit.errors import OptionError
 from kvfit.fit.capture.models import find_device
 from kvfit.fit.stats.moments import precise_matmul
 
-# Of a published peak, what large products and copies reach in practice; so that a time says what it assumes.
+# The share of a published peak that large products and copies reach in practice. Estimated times state it.
 EFFICIENCY = 0.5
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bare matrix products in operations per second, and memory in bytes per second.
+    """Rates of plain matrix products in operations per second, and of memory in bytes per second.
 
     Attributes:
-        device: whose they are.
-        forward: in the dtype that models run in there: bfloat16 on a graphics card, float32 on a processor.
-        float32: without TF32, as statistics need.
-        float64: as solving needs.
-        bandwidth: of the memory that weights are in.
-        published: whether these are `EFFICIENCY` of published peaks rather than measured.
+        device: the device.
+        forward: products in the dtype of models: bfloat16 on a GPU, float32 on a CPU.
+        float32: products without TF32, as for statistics.
+        float64: products as for solving.
+        bandwidth: reads of the memory that holds weights.
+        published: whether these are `EFFICIENCY` of published peaks, and not measured.
     """
 
     device: str
@@ -36,7 +36,7 @@ class Rates:
     published: bool = False
 
 
-# Dense peaks without sparsity, TFLOP/s in bfloat16, float32 and float64 (tensor cores where they have it), and TB/s.
+# Dense peaks in TFLOP/s for bfloat16, float32 and float64 (with tensor cores if they support it), and TB/s.
 # Source: NVIDIA's data sheets of the H100 SXM, H200 SXM, A100 SXM 80 GB and L40S.
 PEAKS = {
     "h100": (989.0, 67.0, 67.0, 3.35),
@@ -50,7 +50,7 @@ def published_rates(name: str) -> Rates:
     """The rates of a card by name.
 
     Raises:
-        OptionError: no such card in the table.
+        OptionError: the table has no such card.
     """
     if name not in PEAKS:
         raise OptionError(f"--hardware: found {name}, needed this or one of {', '.join(PEAKS)}")
@@ -59,14 +59,14 @@ def published_rates(name: str) -> Rates:
 
 
 def measure_rates(device: str | None = None, seconds: float = 0.2) -> Rates:
-    """Time a square product of each dtype and a copy, `seconds` each.
+    """Time a square product of each dtype and a read of memory.
 
     Args:
-        device: None for the first GPU, else the CPU.
-        seconds: how long to measure each.
+        device: the device; None for the first GPU, else the CPU.
+        seconds: how long to measure each of them.
 
     Raises:
-        OptionError: no such device here.
+        OptionError: this machine has no such device.
     """
     place = find_device(device)
     size = 4096 if place.type == "cuda" else 1024
@@ -76,12 +76,12 @@ def measure_rates(device: str | None = None, seconds: float = 0.2) -> Rates:
         (matrix @ matrix).sum().item()
         count, started = 0, time.perf_counter()
         while time.perf_counter() - started < seconds:
-            (matrix @ matrix)[0, 0].item()  # waits for it
+            (matrix @ matrix)[0, 0].item()  # waits for the product
             count += 1
         return 2.0 * size**3 * count / (time.perf_counter() - started)
 
     def bandwidth() -> float:
-        block = torch.ones(32 << 20, device=place)  # 128 MiB: more than a processor's cache holds
+        block = torch.ones(32 << 20, device=place)  # 128 MiB, which is more than a processor's cache
         count, started = 0, time.perf_counter()
         while count == 0 or time.perf_counter() - started < seconds:
             block.sum().item()

@@ -1,7 +1,7 @@
-"""Whether a map beats the prefill that it replaces: cost of each kind of map for a pair, and from which length on it pays.
+"""Whether a map pays: the cost of each kind of map for a pair, and from which context length on it beats a prefill.
 
-Everything here is computed from shapes. Times are rooflines: the longer of multiplying and of reading the weights once per
-pass. A handoff is the map over the context and one pass of the target over the few tokens that it runs itself.
+Everything here is computed from shapes. Times are rooflines: the maximum of the times for multiplying and for reading the
+weights once per pass. A handoff is the map over the context and one pass of the target over the few tokens that it runs itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kvfit.cost import ITEM_BYTES, Cost, Prefill, cost_of, lexical_flops
 from kvfit.fit.hardware import Rates
 from kvfit.spec import ModelSpec
 
-# Tokens that the target runs itself in a handoff by default: the first one and the last 32.
+# Tokens that the target runs itself in a handoff: the first one and the last 32.
 EXACT_TOKENS = 33
-# Tokens of a pass on a graphics card; weights are read once per pass.
+# Tokens per pass on a GPU; weights are read once per pass.
 CHUNK_TOKENS = 8192
 LONGEST = 1 << 20
 RANKS = (4096, 2048, 1024)
@@ -27,13 +27,13 @@ class MapOption:
     """One kind of map for a pair.
 
     Attributes:
-        name: in words.
-        parameters: weights.
-        dtype: of them.
-        cost: a token, against the target's prefill.
-        break_even: context length from which on a handoff beats a prefill; None for never up to a million tokens, or where
-            no machine was named.
-        milliseconds: of the map and of the prefill for 8,192 tokens; None where no machine was named.
+        name: a description.
+        parameters: number of weights.
+        dtype: dtype of the weights.
+        cost: cost per token, next to the target's prefill.
+        break_even: context length from which on a handoff beats a prefill; None if that is above a million tokens, or if no
+            rates are known.
+        milliseconds: times of the map and of the prefill for 8,192 tokens; None if no rates are known.
     """
 
     name: str
@@ -45,11 +45,11 @@ class MapOption:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
+        """Size of the weights in bytes."""
         return self.parameters * ITEM_BYTES[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON values."""
+        """The fields and the size as JSON values."""
         return {**asdict(self), "nbytes": self.nbytes, "cost": self.cost.to_json()}
 
 
@@ -57,11 +57,11 @@ def seconds(flops: float, nbytes: float, tokens: int, rates: Rates, dtype: str) 
     """Roofline time of a pass over tokens.
 
     Args:
-        flops: a token.
-        nbytes: of all weights, read once per `CHUNK_TOKENS`.
-        tokens: T.
-        rates: of the machine.
-        dtype: that the products run in.
+        flops: operations per token.
+        nbytes: size of all weights, which are read once per `CHUNK_TOKENS`.
+        tokens: number of tokens.
+        rates: rates of the machine.
+        dtype: dtype of the products.
     """
     rate = rates.float32 if dtype == "float32" else rates.forward
     passes = -(-tokens // CHUNK_TOKENS)
@@ -69,11 +69,11 @@ def seconds(flops: float, nbytes: float, tokens: int, rates: Rates, dtype: str) 
 
 
 def break_even(map_seconds: Any, prefill_seconds: Any) -> int | None:
-    """The shortest context that a handoff is faster for than a prefill.
+    """The shortest context for which a handoff is faster than a prefill; None if there is none.
 
     Args:
-        map_seconds: time of the map by tokens.
-        prefill_seconds: time of a prefill by tokens.
+        map_seconds: function from a number of tokens to the time of the map.
+        prefill_seconds: function from a number of tokens to the time of a prefill.
     """
     exact = prefill_seconds(EXACT_TOKENS)
     lengths = range(EXACT_TOKENS, LONGEST)
@@ -84,14 +84,14 @@ def break_even(map_seconds: Any, prefill_seconds: Any) -> int | None:
 def map_options(
     source: ModelSpec, target: ModelSpec, prefill: Prefill, *, n_lags: int = 0, rates: Rates | None = None
 ) -> list[MapOption]:
-    """The kinds of map that a pair can have, dearest first.
+    """The kinds of map that a pair can have, the most expensive first.
 
     Args:
-        source: its shape.
-        target: its shape.
-        prefill: of the target.
-        n_lags: lags of lexical inputs; 0 for none.
-        rates: of a machine, for times and break-even lengths.
+        source: shape of the source.
+        target: shape of the target.
+        prefill: the target's prefill.
+        n_lags: number of lags of lexical inputs; 0 for none.
+        rates: rates of a machine, for times and break-even lengths.
     """
     lexical = n_lags * 2 * target.width
     mapped = target.n_layers - (1 if n_lags else 0)
@@ -127,7 +127,7 @@ def _size(nbytes: float) -> str:
 
 
 def table(options: list[MapOption]) -> list[str]:
-    """Lines of a Markdown table."""
+    """The lines of a Markdown table of map options."""
     lines = [
         "| map | weights | GFLOP a token | share of a prefill | 8,192 tokens | pays from |",
         "|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
-"""The verb `plan`: disk, memory and time that a capture, a solve and an evaluation will take, and whether a map will pay.
+"""The verb `plan`: the disk, memory and time that capture, solve and evaluate will take, and whether a map will pay.
 
-Only configurations and tokenizers are read, never weights. Sizes are exact; arithmetic counts the products and leaves the
-rest out; a time says whose it is.
+Only configurations and tokenizers are read, never weights. Sizes are exact. Operations are those of matrix products alone.
+Times name the machine that they are for.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from kvfit.fit.stats.budget import buffer_tokens, check_budget, fits_in_memory
 from kvfit.fit.stats.layout import Layout
 from kvfit.spec import ModelSpec, RopeSpec
 
-# Of a machine's bare matrix products; the benchmarks of capture and of solve measure both shares.
+# Shares of the rate of plain matrix products; the benchmarks of capture and solve measure both.
 STATISTICS_SHARE, SOLVE_SHARE = 0.8, 0.6
 MANY_COMMITS = 8
-# Tokens that an evaluation at its defaults runs through both models: documents and questions, on every arm.
+# Tokens that an evaluation with default options runs through both models: documents and questions in every arm.
 EVALUATION_TOKENS = 48 * 512 * 8 + 48 * 400 * 4
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is planned for.
+    """Options of the planned run.
 
     Attributes:
-        capture: as for `capture`; its ``lexical`` of ``auto`` counts as the lags that it stands for.
-        solve: as for `solve`; a ``top_k`` of ``auto`` counts as ``all``.
-        memory_budget, batch_size: as for `capture`.
-        revisions: of source and target.
-        trust_remote_code: read configurations that carry code.
-        gpus: that share capture and evaluation.
+        capture: options of `capture`; ``auto`` for ``lexical`` counts as the lags that it stands for.
+        solve: options of `solve`; ``auto`` for ``top_k`` counts as ``all``.
+        memory_budget: memory for statistics in bytes, as for `capture`.
+        batch_size: sequences per forward pass, as for `capture`.
+        revisions: revisions of source and target.
+        trust_remote_code: run code from the models' repositories to read configurations.
+        gpus: number of GPUs that share capture and evaluation.
     """
 
     capture: CaptureOptions = field(default_factory=CaptureOptions)
@@ -56,27 +57,28 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a capture and a solve will take.
+    """The result of `plan`.
 
     Attributes:
         source: the source's shape.
         target: the target's shape.
         tokens: pooled tokens of both splits.
-        store_bytes: of the finished store.
-        store_bytes_peak: while a commit is being written.
-        model_bytes: both models in bfloat16.
-        memory_bytes: peak beyond the models, at most: the budget and 1 GiB.
-        commits: times that every block is read, updated and written.
-        traffic_bytes: read from and written to the disk by all commits together.
-        forward_flops: of both models over all tokens that are run: 2 per parameter and token.
-        statistics_flops: of the products that make the statistics.
-        solve_flops: of the probes, and of one factorisation per distinct set of layers and penalty with its solves and scores.
-        solve_bytes: the least memory budget of `solve`.
-        bundle_bytes: weights and biases.
-        evaluate_flops: of an evaluation at its defaults.
+        store_bytes: size of the finished store.
+        store_bytes_peak: size of the store while a commit is written.
+        model_bytes: size of both models in bfloat16.
+        memory_bytes: upper bound of the peak memory besides the models: the budget and 1 GiB.
+        commits: number of times that every block is read, updated and written.
+        traffic_bytes: bytes read from and written to the disk by all commits.
+        forward_flops: operations of both models on all tokens: 2 per parameter and token.
+        statistics_flops: operations of the products that make the statistics.
+        solve_flops: operations of the probes, and of one factorisation per distinct set of layers and penalty with its solves
+            and scores.
+        solve_bytes: the smallest memory budget for `solve`.
+        bundle_bytes: size of weights and biases.
+        evaluate_flops: operations of an evaluation with default options.
         maps: what each kind of map costs, and from which length on it pays.
-        gpus: that share capture and evaluation.
-        rates: of the machine that `seconds` are of; None for none.
+        gpus: number of GPUs that share capture and evaluation.
+        rates: rates of the machine for `seconds`; None if there is none.
     """
 
     source: Geometry
@@ -100,7 +102,7 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """What the arithmetic takes on a machine of these `rates`; the forward passes at least, disk apart."""
+        """Times of each part on a machine with these `rates`, without the disk; those of forward passes are lower bounds."""
         if self.rates is None:
             return None
         return {
@@ -145,7 +147,7 @@ class Plan:
                 f"{'times':<26}on {machine}, {how}: {rates.forward / 1e9:,.0f} (forward), {rates.float32 / 1e9:,.0f} (float32) "
                 f"and {rates.float64 / 1e9:,.0f} GFLOP/s (float64); disk apart"
             )
-        lines += ["", "what a map costs a token, in bfloat16 where it does not say otherwise (computed, not measured):"]
+        lines += ["", "cost of a map per token, in bfloat16 unless stated otherwise (computed, not measured):"]
         return "\n".join(lines + table(self.maps))
 
     def _time(self, what: str, qualifier: str) -> str:
@@ -153,20 +155,20 @@ class Plan:
 
 
 def plan(source: str, target: str, options: Options | None = None, rates: Rates | None = None) -> Plan:
-    """Count what `capture`, `solve` and `evaluate` will take, and what maps of this pair cost.
+    """Estimate what `capture`, `solve` and `evaluate` will take, and what maps of this pair cost.
 
     Args:
         source: ref of the source, or the name of a geometry in `kvfit.fit.capture.geometry.GEOMETRIES`.
-        target: likewise.
-        options: see `Options`.
-        rates: of a machine, from `kvfit.fit.hardware`; without them there are no times.
+        target: ref or geometry of the target.
+        options: options of the planned run.
+        rates: rates of a machine, from `kvfit.fit.hardware`; without them there are no times.
 
-    Raises:
-        OptionError: an option that `capture` or `solve` would refuse.
-        MismatchError: more source layers are asked for than there are, or a memory budget that is too small; or the
-            tokenizers differ.
-        RefError: no such model.
-        UnsupportedModelError: a configuration that does not say its geometry, or not of a causal language model.
+        Raises:
+            OptionError: `capture` or `solve` would refuse an option.
+            MismatchError: there are fewer source layers than requested, the memory budget is too small, or the tokenizers
+            differ.
+            RefError: a model does not exist or cannot be reached.
+            UnsupportedModelError: a configuration has no geometry, or is not that of a causal language model.
     """
     options = options or Options()
     capture, solve = options.capture, options.solve
@@ -189,13 +191,13 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     read = input_set((layout.source, layout.target), "keys", range(chosen), solve.support, inputs, len(read_lags))
     blocks = 2 * (b.n_layers - (1 if read_lags else 0))
     split_bytes, shifts = layout.split_bytes, sum(array.chunk_bytes for array in layout.shifts)
-    # The buffer is emptied when the next batch does not fit.
+    # The buffer is emptied when the next batch does not fit in.
     capacity, batch = buffer_tokens(layout, options.memory_budget), options.batch_size * kept
-    # In memory all is written once, at the end; a snapshot every ten minutes is written beside the forward passes.
+    # Statistics in memory are written once at the end. Snapshots in between are written while the models run.
     flushes = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
     commits = 1 if fits_in_memory(layout, options.memory_budget) else flushes
     prefill = Prefill(b.decoder_parameters or b.parameters, 2)
-    item = 4 if solve.dtype == "float32" else 2  # what is worth planning for is a 16-bit model
+    item = 4 if solve.dtype == "float32" else 2  # models that are large enough to plan for have 16-bit weights
     per_token = sum(2.0 * array.n_pairs * array.rows * array.columns for array in layout.blocks)
     return Plan(
         source=a,
@@ -220,17 +222,17 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
 
 
 def _solve_flops(read: InputSet, blocks: int, shared: bool, penalties: int) -> float:
-    """Operations of probing single layers, and of one factorisation per distinct set and penalty with its solves and scores."""
+    """Operations of probing single layers, and of one factorisation per distinct set and penalty with solves and scores."""
     f, outputs, panels = float(read.n_inputs), blocks * read.target.width, len(read.panels)
     one = f / len(read.source_layers)
     probes = read.source.n_layers * (2 * panels * one**3 / 3 + 4.0 * one * one * outputs)
     systems = panels * (2 if shared else blocks)
-    # Every penalty is solved on the way to the best, which is then solved for good.
+    # Every penalty is solved once to find the best, which is then solved again for the result.
     return probes + (penalties + (penalties > 1)) * (systems * f**3 / 3 + 4.0 * f * f * outputs)
 
 
 def _check_tokenizers(refs: tuple[str, str], revisions: tuple[str | None, str | None], trust_remote_code: bool) -> None:
-    """Refuse a pair that `capture` would refuse; configurations without tokenizers are accepted."""
+    """Refuse a pair whose tokenizers `capture` would refuse. Models without tokenizers are accepted."""
     try:
         tokenizers = [
             models.load_tokenizer(ref, revision, trust_remote_code=trust_remote_code)
@@ -242,9 +244,9 @@ def _check_tokenizers(refs: tuple[str, str], revisions: tuple[str | None, str | 
 
 
 def _spec(geometry: Geometry) -> ModelSpec:
-    """Only the geometry counts for sizes; the rest says that it is not known."""
+    """A spec of a geometry. Sizes depend on nothing else, so the other fields are empty."""
     n = geometry.n_layers
-    # Decoder layers of today have about 12.5 weights per squared width, which gives the width.
+    # Current decoder layers have about 12.5 weights per squared width, which gives the width.
     hidden = ((geometry.decoder_parameters or geometry.parameters) / (12.5 * n)) ** 0.5
     n_query = max(geometry.n_heads, round(hidden / geometry.head_dim))
     return ModelSpec(

@@ -1,4 +1,4 @@
-"""Pictures of a solve report and of an evaluation, as PNG bytes. matplotlib is imported only here, without a display."""
+"""Pictures of a solve report and of an evaluation, as PNG bytes. Only this module imports matplotlib; it needs no display."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvfit.spec import KINDS
 
 
 def r2_map(report: dict[str, Any]) -> bytes:
-    """Holdout R2 of every target layer from every single source layer, keys and values side by side; rings: what is read."""
+    """Holdout R2 of every target layer from every single source layer, per kind. Rings mark the layers that the map reads."""
     figure, axes = _figure(len(KINDS))
     n_source = len(report["probe"][KINDS[0]]["holdout"][0])
     chosen = {(d["kind"], d["layer_index"]): d["source_layers"] for d in report["layers"]}
     some = any(len(layers) < n_source for layers in chosen.values())
     for axis, kind in zip(axes, KINDS, strict=True):
         values = report["probe"][kind]["holdout"]
-        # Worse than the mean is drawn as the mean: what it could be is without bound, and would hide the rest.
+        # Negative values are drawn as 0, because they have no lower bound and would hide all differences between the others.
         image = axis.imshow(values, origin="lower", aspect="auto", vmin=0, vmax=1, cmap="viridis")
         axis.set(title=kind, xlabel="source layer", ylabel="target layer")
         axis.set_xticks(range(0, n_source, max(1, n_source // 8)))
@@ -38,7 +38,7 @@ def r2_map(report: dict[str, Any]) -> bytes:
 
 
 def r2_layers(report: dict[str, Any]) -> bytes:
-    """R2 per target layer: best single source layer, chosen layers on both splits, and per head."""
+    """R2 per target layer, for the best single source layer, for the chosen layers on both splits, and per head."""
     figure, axes = _figure(len(KINDS))
     for axis, kind in zip(axes, KINDS, strict=True):
         layers = [detail for detail in report["layers"] if detail["kind"] == kind]
@@ -64,7 +64,7 @@ def r2_layers(report: dict[str, Any]) -> bytes:
 
 
 def sweep_curves(rows: list[dict[str, Any]]) -> bytes:
-    """R2 of a sweep over the number of source layers, a line per combination of the other options; fit split dashed."""
+    """R2 of a sweep over the number of source layers, with a line per combination of the other options."""
     figure, axes = _figure(len(KINDS))
     sizes = list(dict.fromkeys(str(row["top_k"]) for row in rows))
     swept = [name for name in ("penalty", "gain", "support", "select") if len({row[name] for row in rows}) > 1]
@@ -86,7 +86,7 @@ def sweep_curves(rows: list[dict[str, Any]]) -> bytes:
 
 
 def evaluation_pictures(report: dict[str, Any]) -> dict[str, bytes]:
-    """Pictures of `evaluation.json`, PNG files by name; only those that there is something to draw for."""
+    """The pictures of `evaluation.json` for which it has data, PNG files by name."""
     found = {}
     if report["layers"]:
         found["evaluation-layers.png"] = layer_curves(report["layers"])
@@ -98,7 +98,7 @@ def evaluation_pictures(report: dict[str, Any]) -> dict[str, bytes]:
 
 
 def layer_curves(layers: list[dict[str, Any]]) -> bytes:
-    """How near mapped keys, values and attention outputs are to the target's own, per target layer."""
+    """How close mapped keys, values and attention outputs are to the target's own, per target layer."""
     figure, axes = _figure(len(KINDS) + 1)
     indices = [layer["layer_index"] for layer in layers]
     styles = (("explained", "explained variance", "o-"), ("r2", "R2 in use", "s--"), ("cosine", "cosine", "^:"))
@@ -125,7 +125,7 @@ def layer_curves(layers: list[dict[str, Any]]) -> bytes:
 
 
 def length_curves(prefixes: dict[str, Any]) -> bytes:
-    """Greedy match and likelihood by length of the context."""
+    """Greedy match and likelihood by context length."""
     drawn = (("greedy_match", "greedy match with native"), ("nll", "nats per token (lower is better)"))
     figure, axes = _figure(len(drawn))
     lengths = [int(prefix) for prefix in prefixes]
@@ -140,7 +140,7 @@ def length_curves(prefixes: dict[str, Any]) -> bytes:
 
 
 def time_curves(lengths: list[dict[str, Any]]) -> bytes:
-    """Time of each way of moving by length, and how much faster than a prefill it is."""
+    """Time of each way of moving by context length, and its speed relative to a prefill."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     figure, axes = _figure(2)
@@ -160,7 +160,7 @@ def time_curves(lengths: list[dict[str, Any]]) -> bytes:
     axes[1].axhline(1.0, color="0.4", linewidth=1)
     axes[0].set(title="milliseconds, median", xlabel="tokens moved", xscale="log", yscale="log")
     axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # 100 reads better than ten squared
+    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # write 100 instead of a power of ten
     axes[0].yaxis.set_minor_locator(NullLocator())
     axes[1].set(title="times as fast as a prefill (grey line: as fast)", xlabel="tokens moved", xscale="log")
     for axis in axes:
@@ -172,7 +172,7 @@ def time_curves(lengths: list[dict[str, Any]]) -> bytes:
 
 
 def _shares(axis: Any) -> None:
-    """Limits for R2 and cosines: from just below what is drawn up to 1. Far below zero, how far says nothing more."""
+    """Limits for R2 and cosines: from the lowest value, but not below -0.5, to 1."""
     bottom = max(axis.get_ylim()[0], -0.5)
     axis.set_ylim(bottom, 1 + 0.03 * (1 - bottom))
 
@@ -182,7 +182,7 @@ def _curve(values: Iterable[float | None]) -> list[float]:
 
 
 def _length_ticks(axis: Any, lengths: list[int]) -> None:
-    """Plain numbers at the lengths, without those that would touch the next one."""
+    """Ticks with plain numbers at the lengths, without those that would overlap the next."""
     shown = [length for i, length in enumerate(lengths) if i == len(lengths) - 1 or lengths[i + 1] > 1.25 * length]
     axis.set_xticks(shown, [str(length) for length in shown])
     axis.set_xticks([], minor=True)
@@ -190,23 +190,23 @@ def _length_ticks(axis: Any, lengths: list[int]) -> None:
 
 
 def _legend(figure: Any, axes: Any) -> None:
-    """One legend for all panels, below them, where no curve runs."""
+    """One legend for all panels, below them."""
     handles, labels = axes[0].get_legend_handles_labels()
     n_lines = -(-len(labels) // 5)
-    columns = -(-len(labels) // n_lines)  # so that the last line is as full as the others
+    columns = -(-len(labels) // n_lines)  # balances the lines
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def _figure(columns: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    # A bare Figure draws with Agg and touches no global state, unlike pyplot.
+    # Unlike pyplot, a plain Figure draws with Agg and changes no global state.
     figure = Figure(figsize=(5.5 * columns, 4.2), layout="constrained")
     return figure, figure.subplots(1, columns)
 
 
 def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
-    # No software version or date in the file: equal reports give equal bytes.
+    # Without version and date in the file, equal reports give equal bytes.
     figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
     return buffer.getvalue()

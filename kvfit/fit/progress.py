@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, lines of log everywhere else.
+"""Show the progress of long work: a bar on a terminal, log lines elsewhere.
 
     with Progress("capture", total=500, unit="sequences", plan="two models over 512,000 tokens", show=progress) as shown:
         for batch in batches:
@@ -9,9 +9,9 @@
     for layer_index in track(range(28), "probe", "layers", show=progress):
         ...
 
-Without a terminal a run says what it does when it starts, then at most once every 30 seconds and every 5 %, whichever is
-rarer, then where the result is and what to run next. The lines go to the logger ``kvfit`` at level INFO, which is silent
-until somebody listens: the command line does, unless ``--quiet``. Work that takes less than a moment should not use this.
+Without a terminal, a run logs what it does when it starts, then its state at most every 30 seconds and at most every 5 %, and
+at the end where the result is and what to run next. The lines go to the logger ``kvfit`` at level INFO. The command line shows
+them unless ``--quiet``; in other programs they are silent by default. Short work should not use this.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from typing import TypeVar
 from tqdm import tqdm
 
 LOGGER = logging.getLogger("kvfit")
-SECONDS = 30.0  # between two lines, at least
-SHARE = 0.05  # of the total between two lines, at least
+SECONDS = 30.0  # the least time between two lines
+SHARE = 0.05  # the least share of the total between two lines
 
 T = TypeVar("T")
 
 
 class Progress:
-    """One piece of work that takes a while. A context manager; leaving it closes the bar.
+    """The progress of one piece of work, as a context manager that closes the bar at the end.
 
     Attributes:
-        done: units so far, those of an earlier run that is resumed among them.
+        done: number of units done so far, including those of an earlier run that is resumed.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class Progress:
         show: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin.
+        """Start the work.
 
         Args:
-            name: of the work: ``capture``.
-            total: units in all, None where nobody knows.
-            unit: what is counted, in the plural: ``sequences``.
-            initial: units that an earlier run has done.
+            name: name of the work, such as ``capture``.
+            total: number of all units; None if it is unknown.
+            unit: name of the units in the plural, such as ``sequences``.
+            initial: number of units that an earlier run has done.
             plan: what will happen and how long it may take, for the first line.
-            show: False for no bar and no line.
-            clock: seconds.
+            show: False for no bar and no lines.
+            clock: returns the time in seconds.
         """
         self.done = initial
         self._name, self._total, self._unit = name, total, unit
@@ -74,7 +74,7 @@ class Progress:
         self._say(f"{amount}{resumed}{f'; {plan}' if plan else ''}")
 
     def advance(self, count: int = 1) -> None:
-        """Count more units as done."""
+        """Add to the units that are done."""
         self.done += count
         if self._bar is not None:
             self._bar.update(count)
@@ -88,13 +88,13 @@ class Progress:
             self._say(self._state(now))
 
     def finish(self, result: str, then: str = "") -> None:
-        """Say where the result is, and the command to run next."""
+        """Log where the result is, and the command to run next."""
         seconds = self._clock() - self._started
         self.close()
         self._say(f"{self.done} {self._unit} in {duration(seconds)}; {result}{f'; next: {then}' if then else ''}")
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -118,14 +118,14 @@ class Progress:
 
 
 def track(items: Iterable[T], name: str, unit: str, *, total: int | None = None, show: bool = True) -> Iterator[T]:
-    """The items one by one, each counted as done when the next is asked for.
+    """Yield the items and show the progress. An item counts as done when the next one is requested.
 
     Args:
-        items: what is worked on.
-        name: of the work.
-        unit: what an item is, in the plural.
-        total: how many; by default the length, where the items have one.
-        show: False for no bar and no line.
+        items: the items.
+        name: name of the work.
+        unit: name of the items in the plural.
+        total: number of items; by default their length if they have one.
+        show: False for no bar and no lines.
     """
     number = len(items) if total is None and isinstance(items, Sized) else total
     with Progress(name, number, unit, show=show) as shown:
@@ -135,10 +135,10 @@ def track(items: Iterable[T], name: str, unit: str, *, total: int | None = None,
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: ``42 s``, ``7 min 5 s``, ``3 h 20 min``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    """A number of seconds in readable form: ``42 s``, ``7 min 5 s``, ``3 h 20 min``."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s"
+    return f"{total // 3600} h {total % 3600 // 60} min"

@@ -1,1 +1,1 @@
-"""Text and two models in, statistics out: loading, tokenizing, running both models, and the proof on the first batch."""
+"""Capture statistics: load two models, tokenize text, verify both models on the first batch, and run them on all of it."""

@@ -1,4 +1,4 @@
-"""What the statistics are made from: un-rotated keys and values of one model, for the tokens that are kept."""
+"""The activations that statistics are made of: un-rotated keys and values of one model, for the tokens that are kept."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvfit.spec import KINDS, ModelSpec
 
 
 def check_positions(config: Any, name: str, n_tokens: int, option: str) -> None:
-    """Refuse more tokens than a model has positions for: with learned ones it would stop, with others say nonsense.
+    """Refuse more tokens than a model has positions for, with which it would fail or compute nonsense.
 
     Args:
         config: the model's configuration.
-        name: its ref, for the message.
-        n_tokens: of the longest sequence.
-        option: that says how many.
+        name: the model's ref, for the error.
+        n_tokens: length of the longest sequence.
+        option: the option that sets this length, for the error.
 
     Raises:
-        MismatchError: too many.
+        MismatchError: there are too many tokens.
     """
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < n_tokens:
@@ -33,16 +33,16 @@ def check_positions(config: Any, name: str, n_tokens: int, option: str) -> None:
 
 
 class Activations:
-    """One model of a pair: ids in, features of the kept tokens out."""
+    """Runs one model of a pair on token ids and returns the features of the kept tokens."""
 
     def __init__(self, model: Any, spec: ModelSpec, kept: range, lexical_lags: tuple[int, ...] = ()) -> None:
-        """Wrap a model.
+        """Prepare a model.
 
         Args:
             model: the loaded model.
-            spec: its spec, proved by the self-check.
-            kept: positions of the tokens to keep, of every sequence.
-            lexical_lags: of the lexical inputs to make from this model's first layer; empty for none.
+            spec: its spec, verified by the self-check.
+            kept: positions of the tokens to keep in every sequence.
+            lexical_lags: lags of the lexical inputs to make from this model's first layer; empty for none.
         """
         self.model = model
         self.spec = spec
@@ -53,17 +53,19 @@ class Activations:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> dict[Group, list[Tensor]]:
-        """Run ids (B, T); per kind and layer the features of the kept tokens, (B, N, H * D), where that layer lives.
+        """Run the model on ids (B, T).
 
-        With lexical lags also, under ``lexical`` and per lag, the keys and then the values of layer 0 of the token that many
-        places before each kept one, or of the sequence's first where there are fewer, (B, N, 2 * H * D).
+        Returns:
+            Per kind and layer, the features of the kept tokens, (B, N, H * D), on the layer's device. With lexical lags also,
+            under ``lexical`` and per lag, keys followed by values of layer 0, (B, N, 2 * H * D), of the token that many places
+            before each kept token, or of the sequence's first token if there are fewer.
 
         Raises:
-            MismatchError: a layer did not see every token once.
+            MismatchError: a layer did not cache every token exactly once.
         """
         cache = caches.full_cache()
         caches.forward(self.model, ids.to(self.device), cache, base=True)
-        # Only what is kept is un-rotated.
+        # Only the kept tokens are un-rotated.
         kept = slice(self.kept.start, self.kept.stop, self.kept.step)
         out: dict[Group, list[Tensor]] = {kind: [] for kind in KINDS}
         for layer_index, (keys, values) in enumerate(caches.read_cache(cache)):
@@ -84,7 +86,7 @@ class Activations:
         return torch.cat([tensor.transpose(1, 2).flatten(2) for tensor in both], dim=2)
 
     def _positions(self, lag: int, device: torch.device) -> Tensor:
-        """Of the tokens `lag` places before the kept ones."""
+        """Positions of the tokens `lag` places before the kept ones."""
         kept = torch.arange(self.kept.start, self.kept.stop, self.kept.step, device=device)
         return (kept - lag).clamp_(min=0)
 

@@ -1,6 +1,6 @@
-"""The verb `capture`: both models over the same tokens, their second moments into a store.
+"""The verb `capture`: run both models on the same tokens, and accumulate their second moments in a store.
 
-The models run once per pair; everything after that is linear algebra on the store.
+The models run once per pair. Everything after that is linear algebra on the store.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ __all__ = ["LEXICAL_LAGS", "Captured", "Options", "capture"]
 
 @dataclass(frozen=True)
 class Captured:
-    """What `capture` made.
+    """The result of `capture`.
 
     Attributes:
-        store: its folder.
-        sequences: that were run.
-        short: documents skipped because they were shorter than a sequence.
-        repeated: documents skipped because they came before.
-        tokens: that were kept.
+        store: folder of the store.
+        sequences: number of sequences that were run.
+        short: number of documents that were skipped because they were shorter than a sequence.
+        repeated: number of documents that were skipped because they had occurred before.
+        tokens: number of tokens that were kept.
     """
 
     store: Path
@@ -87,31 +87,31 @@ def capture(
     resume: bool = False,
     progress: bool = True,
 ) -> Captured:
-    """Run both models over calibration text and accumulate their statistics.
+    """Run both models on calibration text and accumulate their statistics.
 
-    Started by torchrun, each process takes its own batches into a part of its own beside `out`, and the first merges them.
-    When it fails before anything was committed, nothing is left of it; after that, what was committed stays for `resume`.
+    Under torchrun, each process adds its own batches to its own part next to `out`, and the first process merges the parts. If
+    the capture fails before its first commit, nothing is left behind. After that, the commits stay for `resume`.
 
     Args:
         source: ref of the source model.
         target: ref of the target model.
         out: the store; must not exist unless `resume`.
-        text: where the text comes from; several take turns by their shares.
+        text: the text, or several texts that take turns by their shares; capture's own mix by default.
         options: what is captured.
         loading: how source and target are loaded.
-        revisions: of source and target.
-        batch_size: sequences per forward pass; does not change the statistics beyond rounding.
-        memory_budget: bytes for the token buffer and the statistics, beyond the models; ``auto`` for half of what is free where
-            the statistics are, once the models are loaded. Statistics that fit stay in memory between snapshots.
-        snapshot_seconds: between two snapshots of statistics in memory.
-        stats_device: where the statistics are summed; None for the source's device.
-        resume: go on with a store that was interrupted; begin where there is none.
-        progress: show bars.
+        revisions: revisions of source and target.
+        batch_size: sequences per forward pass; it does not change the statistics beyond rounding.
+        memory_budget: bytes for the token buffer and the statistics, besides the models; ``auto`` for half of the memory of
+            the statistics' device that is free after the models were loaded. Statistics that fit stay in memory.
+        snapshot_seconds: time between two snapshots of statistics in memory.
+        stats_device: device that sums the statistics; None for the source's device.
+        resume: continue an interrupted store, or start a new one if there is none.
+        progress: whether to show progress.
 
-    Raises:
-        MismatchError: the tokenizers differ, or an option is not for this pair or this text.
-        OptionError: an option that cannot be.
-        UnsupportedModelError: a model that cannot be proved right; names family, layer and reason.
+        Raises:
+            MismatchError: the tokenizers differ, or an option does not fit this pair or this text.
+            OptionError: an option has a wrong value.
+            UnsupportedModelError: a model cannot be verified; names family, layer and reason.
         TextError: the text is unreadable or too short.
         StoreError: the store exists, is locked, or has another recipe.
     """
@@ -153,7 +153,7 @@ def capture(
                 if not accumulator.finished:
                     accumulator.finish(state.to_json())
         except BaseException:
-            if _is_empty(part):  # nothing was committed: what is there would only be in the way
+            if _is_empty(part):  # without a commit there is nothing to resume
                 shutil.rmtree(part, ignore_errors=True)
             raise
         _merge_parts(out, ranks)
@@ -168,8 +168,8 @@ def _proved_pair(
     batch_size: int,
     ranks: Ranks,
 ) -> tuple[list[models.Loaded], list[ModelSpec]]:
-    """Source and target with their specs, each proved right on the first batch; `wanted` has ref, revision and options."""
-    # Cheap checks before weights are loaded: tokenizers, then whether there is enough text for one batch.
+    """Source and target with their specs, verified on the first batch; `wanted` has their refs, revisions and options."""
+    # Cheap checks come before the weights are loaded: the tokenizers, and whether there is enough text for one batch.
     tokenizers = [
         models.load_tokenizer(ref, revision, trust_remote_code=how.trust_remote_code) for ref, revision, how in wanted
     ]
@@ -189,14 +189,14 @@ def _proved_pair(
 
 
 def _current(device: torch.device) -> torch.device:
-    """The device; libraries take streams and memory of the current card, so it becomes that, once per process."""
+    """The device, made the current one of the process, because libraries use the current GPU's streams and memory."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
 def _merge_parts(out: Path, ranks: Ranks) -> None:
-    """The first process merges the parts of several, once all have come this far."""
+    """Let the first process merge the parts after all processes have finished theirs."""
     with meeting(ranks):
         if ranks.size > 1 and ranks.rank == 0:
             merge(ranks.parts(out), out)
@@ -205,7 +205,7 @@ def _merge_parts(out: Path, ranks: Ranks) -> None:
 
 
 def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: Ranks) -> Captured:
-    """Several processes resume what they had finished and merged: nothing is left to do but to tidy up."""
+    """The result of a capture that several processes had already finished and merged; removes the remaining parts."""
     store = Store.open(out)
     require_same(out, store.recipe | {PART_FIELD: None}, as_json(recipe) | {PART_FIELD: None}, "recipe")
     if ranks.rank == 0:
@@ -217,21 +217,21 @@ def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: R
 
 
 def check_batch_size(batch_size: int) -> None:
-    """Refuse a batch of nothing.
+    """Refuse a batch size below 1.
 
     Raises:
-        OptionError: less than 1.
+        OptionError: the batch size is below 1.
     """
     if batch_size < 1:
         raise OptionError(f"--batch-size: found {batch_size}, needed at least 1")
 
 
 def lexical_lags(wanted: tuple[int, ...] | Literal["auto"], target: Any) -> tuple[int, ...]:
-    """The lags that `Options.lexical` means for a target model.
+    """The lags that `Options.lexical` stands for with a target model.
 
     Raises:
-        UnsupportedModelError: lags were asked for, and the keys and values of the target's first layer depend on more than the
-            token and its position.
+        UnsupportedModelError: lags were requested, but the keys and values of the target's first layer depend on more than
+            the token and its position.
     """
     if wanted:
         try:
@@ -245,7 +245,7 @@ def lexical_lags(wanted: tuple[int, ...] | Literal["auto"], target: Any) -> tupl
 
 
 def _is_empty(part: Path) -> bool:
-    """Whether the record on the disk says that nothing was committed; what the accumulator knows may be a moment behind it."""
+    """Whether nothing was committed according to the record on disk, which may be newer than the accumulator's state."""
     try:
         return read_record(part).cursor is None
     except StoreError:
@@ -253,11 +253,12 @@ def _is_empty(part: Path) -> bool:
 
 
 def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
-    """Refuse before anything runs what exists already, unless it is to be resumed, and what cannot be written."""
+    """Refuse an existing store unless it is resumed, and a place that cannot be written, before anything runs."""
     existing = [path for path in (out, part) if path.exists()]
     if existing and not resume:
         raise StoreError(
-            f"{existing[0]}: found something there already, needed a new path: choose another --out, or go on with it: --resume"
+            f"{existing[0]}: found something there already, needed a new path: choose another --out, or continue it with "
+            "--resume"
         )
     first = Ranks(0, 2).part(out)
     if resume and ranks.size == 1 and not existing and first.exists():
@@ -272,7 +273,7 @@ def _check_place(out: Path, part: Path, resume: bool, ranks: Ranks) -> None:
 
 
 def _first_batch(texts: tuple[TextOptions, ...], options: Options, tokenizer: Any, batch_size: int) -> Tensor:
-    """(B, T) ids for the self-check; refuses a text that has not one sequence."""
+    """(B, T) ids for the self-check. A text without a single sequence is refused."""
     found: list[list[int]] = []
     for text in texts:
         first = islice(sequences(text, tokenizer, seq_len=options.seq_len, pack=options.pack), max(1, 2 // len(texts)))

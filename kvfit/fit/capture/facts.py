@@ -1,8 +1,8 @@
-"""Text that asks back: calibration documents full of facts, each followed by questions about them.
+"""Generated calibration text: documents full of facts, followed by questions about them.
 
-A map knows the kind of text it was fitted on, and ordinary text rarely repeats what it said before. In this text it does so all
-the time: tables, settings, logs, tool output, orders, dialogues and plain sentences about made-up names, then questions whose
-answers stand only there. Fitting on some of it keeps those directions of the keys and values that such answers need.
+A map is good at the kind of text that it was fitted on, and ordinary text rarely repeats what it said before. This text does so
+all the time: it has tables, settings, logs, tool output, orders, dialogues and plain sentences about made-up names, then
+questions that only these can answer. Fitting on some of it keeps the directions of keys and values that such answers need.
 
 Source: the effect is measured in `docs/concepts/calibration.md`.
 """
@@ -25,7 +25,7 @@ from kvfit.fit.capture.facts_words import (
 )  # fmt: skip
 
 MIN_CHARS = 6000
-# Of the tables, how many are written as sentences; of the questions, how many go back to an earlier table of the document.
+# The share of tables that are written as sentences, and the share of questions about an earlier table of the document.
 PROSE_SHARE, LOOK_BACK = 0.45, 0.25
 TABLES_BEFORE_QUESTIONS, CHAIN_SHARE = (1, 1, 2, 3), 0.15
 CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
@@ -34,15 +34,15 @@ Relation = tuple[str, str, str, str]
 
 
 def facts(seed: int, count: int, *, min_chars: int = MIN_CHARS) -> Iterator[str]:
-    """`count` different documents; document i depends on `seed` and i alone.
+    """Generate `count` different documents. Document i depends on `seed` and i alone.
 
     Args:
-        seed: of everything that is drawn.
-        count: how many documents.
-        min_chars: least length of each; the default is enough for 1,024 tokens of the usual vocabularies.
+        seed: seed of the random choices.
+        count: number of documents.
+        min_chars: minimal length of each; the default is enough for 1,024 tokens of common vocabularies.
     """
     for number in range(count):
-        # A string's own seed: Python's hash of it differs between processes.
+        # Random uses the string itself as its seed; `hash` of a string would differ between processes.
         yield _document(random.Random(f"facts/{seed}/{number}"), min_chars)
 
 
@@ -51,7 +51,7 @@ def _document(rng: random.Random, min_chars: int) -> str:
     told: list[Fact] = []
     while sum(map(len, parts)) < min_chars:
         fresh: list[Fact] = []
-        # Questions after one table alone would teach a map to look back a few lines only.
+        # If questions followed every single table, a map would learn to look back a few lines only.
         for _ in range(rng.choice(TABLES_BEFORE_QUESTIONS)):
             if rng.random() < 0.3:
                 parts.append(_filler(rng))
@@ -66,7 +66,7 @@ def _document(rng: random.Random, min_chars: int) -> str:
 
 
 def _written(rng: random.Random) -> tuple[str, list[Fact]]:
-    """A table in one of the shapes, and its facts."""
+    """A table in a random shape, and its facts."""
     table = _table(rng)
     return rng.choice(PROSE if rng.random() < PROSE_SHARE else SHAPES)(table, rng), table.facts
 
@@ -111,7 +111,7 @@ def _fact(rng: random.Random, name: str, relation: Relation) -> Fact:
 
 
 def _chain(rng: random.Random) -> tuple[str, list[Fact]]:
-    """Who belongs to which group and what holds for each group; the facts need both, and their statements name both."""
+    """Text on who belongs to which group and what holds for each group. Its facts combine both, and so do their statements."""
     groups = [_word(rng) for _ in range(rng.randint(2, 4))]
     group_kind, member_kind = rng.sample(("team", "district", "crew", "branch", "order", "fund", "class", "depot"), 2)
     held = {group: _value(rng, rng.choice(("digits3", "person", "city", "date", "code"))) for group in groups}
@@ -154,7 +154,7 @@ def _digits(rng: random.Random, count: int) -> str:
     return str(rng.randrange(10 ** (count - 1), 10**count))
 
 
-# How the names of one table are made.
+# Ways to make the names of one table.
 _NAMINGS: tuple[Callable[[random.Random], str], ...] = (
     _person,
     lambda rng: rng.choice(PEOPLE),
@@ -173,7 +173,7 @@ def _naming(rng: random.Random) -> str:
 
 
 def _value(rng: random.Random, kind: str) -> str:
-    """A value of one of the kinds that the relations name."""
+    """A random value of a kind that the relations use."""
     if kind.startswith("digits"):
         return _digits(rng, int(kind.removeprefix("digits")))
     return rng.choice(WORDS[kind]) if kind in WORDS else _VALUES[kind](rng)

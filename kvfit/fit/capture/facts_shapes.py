@@ -1,7 +1,7 @@
-"""Shapes of the facts text: how a table of facts is written down, and how one of them is asked for.
+"""Shapes of the generated text: ways to write down a table of facts, and to ask for one of them.
 
-A shape is a function of a `Table`; a way of asking is a function of one `Fact`. New ones go into the
-tuples below. Shapes only format facts that were drawn before; what is random in them are things like the times of log lines.
+A shape is a function of a `Table`; a way of asking is a format string for one `Fact`. New ones go into the tuples at the end.
+Shapes only format given facts; their random parts are details such as the times of log lines.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Fact:
     """One value of a table.
 
     Attributes:
-        name: what it is about.
-        label: which of its properties.
-        value: what has to survive.
+        name: the subject.
+        label: the property of the subject.
+        value: the value of the property, which an answer has to contain.
         statement: the fact as a sentence.
-        question: a question that it answers.
+        question: a question with this answer.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class Table:
-    """Facts about several names under the same labels.
+    """Facts about several names, with the same labels for each.
 
     Attributes:
-        title: of the block.
-        labels: what is known of each name.
+        title: title of the table.
+        labels: the properties of each name.
         rows: per name, one fact per label.
     """
 
@@ -54,7 +54,7 @@ class Table:
 
 
 def key(text: str) -> str:
-    """A text as an identifier of a program or a settings file."""
+    """A text as an identifier for a program or a settings file."""
     return "_".join("".join(c if c.isalnum() else " " for c in text).split()).lower()
 
 
@@ -183,7 +183,7 @@ def _paragraphs(table: Table, rng: random.Random) -> str:
 
 
 def _scattered(table: Table, rng: random.Random) -> str:
-    """Each fact alone among sentences that say nothing of it."""
+    """Each fact alone among unrelated sentences."""
     return " ".join(
         " ".join([*rng.sample(FILLERS, rng.randint(1, 3)), fact.statement])
         for fact in rng.sample(table.facts, len(table.facts))
@@ -212,10 +212,10 @@ SHAPES: tuple[Shape, ...] = (
     _calls, _sql, _log, _bullets, _orders, _session, _arrows, _sentences, _paragraphs, _scattered, _numbered, _dialogue,
     _messages,
 )  # fmt: skip
-# Sentences carry over to more kinds of text than any table does.
+# Maps fitted on sentences generalise to more kinds of text than those fitted on tables.
 PROSE: tuple[Shape, ...] = (_sentences, _paragraphs, _scattered, _numbered, _dialogue, _messages)
 
-# Each way of asking is a format string over the parts of a fact; one way is used for a run of questions.
+# Each way of asking is a format string for the parts of a fact. A run of questions uses one or two ways.
 ASKS: tuple[str, ...] = (
     "Q: {question}\nA: {value}",
     "Question: {question}\nAnswer: {value}",

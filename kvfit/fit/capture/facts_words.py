@@ -1,7 +1,7 @@
-"""Words and relations of the facts text: what `facts` draws from.
+"""Words and relations of the generated text, from which `facts` draws.
 
 A relation is one line: label | statement | question | kind of value. ``{n}`` stands for a name, ``{v}`` for the value.
-None of the words that the recall questions of an evaluation are made of stands here; a test compares the two.
+This file contains none of the words of an evaluation's recall questions; a test compares the two.
 """
 
 from __future__ import annotations
@@ -182,6 +182,6 @@ def _relations(lines: str) -> tuple[tuple[str, str, str, str], ...]:
     return tuple(found)
 
 
-# English often, because most templates around the relations are English too.
+# English is the most frequent language, because most templates around the relations are English.
 LANGUAGES = tuple(map(_relations, (_ENGLISH, _GERMAN, _FRENCH, _SPANISH, _PORTUGUESE, _CHINESE)))
 LANGUAGE_WEIGHTS = (12, 1, 1, 1, 1, 1)

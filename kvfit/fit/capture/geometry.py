@@ -16,15 +16,15 @@ from kvfit.model.decoder import decoder_parameters
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a model, which is all that a plan needs.
+    """The shape of a model, as `plan` needs it.
 
     Attributes:
         name: ref, or the name of a built-in geometry.
-        n_layers: layers that own keys and values.
-        n_heads: KV heads of a layer.
-        head_dim: features of a head.
-        parameters: of the whole model.
-        decoder_parameters: of its decoder layers, which every token is multiplied with; 0 where only `parameters` is known.
+        n_layers: number of layers that own keys and values.
+        n_heads: KV heads per layer.
+        head_dim: features per head.
+        parameters: parameters of the whole model.
+        decoder_parameters: weights of the decoder layers that every token is multiplied with; 0 if they are not known.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Geometry:
     decoder_parameters: float = 0.0
 
 
-# Source: Heo et al., arXiv:2608.03893, table 10; parameters as the models are called.
+# Source: Heo et al., arXiv:2608.03893, table 10; parameters as in the models' names.
 GEOMETRIES = {
     geometry.name: geometry
     for geometry in (
@@ -60,8 +60,8 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
     """The geometry that a model's configuration describes, or one of `GEOMETRIES` by name.
 
     Raises:
-        RefError: no such model.
-        UnsupportedModelError: a configuration that does not say its geometry, or not of a causal language model.
+        RefError: the model does not exist or cannot be reached.
+        UnsupportedModelError: the configuration has no geometry, or is not that of a causal language model.
     """
     if is_built_in(ref):
         return GEOMETRIES[ref.lower()]
@@ -90,5 +90,5 @@ def _parameters(config: Any, trust_remote_code: bool) -> tuple[int, int]:
         raise UnsupportedModelError(
             f"{config.model_type}: found no causal language model for this configuration ({reason}), needed a decoder"
         ) from error
-    # Tied weights are one parameter under two names; `parameters` counts them once.
+    # `model.parameters()` yields tied weights only once.
     return sum(parameter.numel() for parameter in model.parameters()), decoder_parameters(model)

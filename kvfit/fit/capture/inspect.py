@@ -1,4 +1,4 @@
-"""`kvfit inspect`: what kvfit sees in a model, and whether it can map its cache."""
+"""The verb `inspect`: what kvfit finds in a model, and whether it can map its cache."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from kvfit.model.digests import quantisation
 from kvfit.model.rope_probe import Probe, probe
 from kvfit.spec import RopeTable
 
-_N_TOKENS = 1200  # the self-check reaches past position 1,000, where a slightly wrong frequency shows
+_N_TOKENS = 1200  # beyond position 1,000 a slightly wrong frequency becomes visible
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in a model.
+    """The result for one model.
 
     Attributes:
-        ref: what was inspected.
+        ref: the model's ref.
         family: transformers' ``model_type``.
         supported: whether kvfit can map its cache.
-        reason: why not; None where supported.
-        cache_argument: name of the argument that takes the cache.
+        reason: why it is not supported; None if it is.
+        cache_argument: name of the argument for the cache.
         parameters: number of parameters.
-        quantisation: name of the method, None for none.
-        seen: geometry and rotary description; None where not supported.
-        windows: per KV layer the sliding window or None; empty where not supported.
+        quantisation: name of the quantisation method; None if it is not quantised.
+        seen: geometry and rotary description; None if it is not supported.
+        windows: per KV layer, the sliding window or None; empty if it is not supported.
         n_query_heads: query heads per layer.
     """
 
@@ -49,7 +49,7 @@ class Inspection:
     n_query_heads: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; layers and tables one by one, inverse frequencies in full."""
+        """The result as JSON values, with a list of layers and of rotary tables."""
         seen = self.seen
         return {
             "ref": self.ref,
@@ -75,7 +75,7 @@ class Inspection:
         return self.table()
 
     def table(self) -> str:
-        """A few aligned lines for people."""
+        """The result as a few aligned lines."""
         seen = self.seen
         rows = [("model", self.ref), ("family", self.family), ("parameters", f"{self.parameters:,}")]
         if self.quantisation is not None:
@@ -94,18 +94,18 @@ class Inspection:
 
 
 def inspect_model(model_or_ref: Any, *, ref: str | None = None, options: Options | None = None) -> Inspection:
-    """What kvfit sees in a model.
+    """Find out what kvfit can do with a model.
 
-    The model is loaded with its weights and run: twice over 8 tokens to find geometry and rotation, once over 1,200 (fewer
-    where the model holds fewer) to prove them. Nothing is looked up in a list of known families.
+    The model is loaded with its weights and run: twice on 8 tokens to find geometry and rotation, once on 1,200 (or as many as
+    the model has positions for) to verify them. There is no list of known families.
 
     Args:
-        model_or_ref: a loaded model, what `kvfit.fit.capture.models.load` returned, or a ref to load.
-        ref: what to call a model that is given loaded.
+        model_or_ref: a loaded model, a result of `kvfit.fit.capture.models.load`, or a ref to load.
+        ref: the name of a model that is passed loaded.
         options: how to load a ref.
 
     Raises:
-        RefError: the ref cannot be loaded. (A model that kvfit cannot map is a result, not an error.)
+        RefError: the ref cannot be loaded. A model that kvfit cannot map is a result and not an error.
     """
     loaded = load(model_or_ref, options=options) if isinstance(model_or_ref, str) else model_or_ref
     model = loaded.model if isinstance(loaded, Loaded) else loaded
@@ -164,7 +164,7 @@ def _assigned(index: int | None) -> str:
 
 
 def _runs(names: list[str]) -> str:
-    """``full x3, 24 tokens, full``: equal neighbours counted, a repeated pattern folded."""
+    """Names with equal neighbours counted and repeated patterns folded, such as ``full x3, 24 tokens, full``."""
     for period in range(1, len(names) // 2 + 1):
         if len(names) % period == 0 and names == names[:period] * (len(names) // period) and len(set(names)) > 1:
             return f"({_runs(names[:period])}) x{len(names) // period}"

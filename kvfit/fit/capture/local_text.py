@@ -1,7 +1,7 @@
-"""Documents from local files: `.jsonl`, `.json`, `.parquet` and `.txt`, plain or compressed (`.gz`, `.zst`, ...).
+"""Read documents from local files: `.jsonl`, `.json`, `.parquet` and `.txt`, plain or compressed (`.gz`, `.zst`, ...).
 
-The files are read here and not through `datasets`, which takes a name with brackets for a pattern, guesses a type for every
-column of a file although one is wanted, and passes over files of a folder without a word.
+The files are not read through `datasets`, because it treats brackets in a name as a pattern, infers types for all columns
+although only one is needed, and skips some files of a folder silently.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from kvfit.errors import TextError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
-# Files that come with a dataset and hold no documents. Hidden files are left out too.
+# Files of a dataset that hold no documents. Hidden files are left out as well.
 NO_TEXT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "readme.md", "license", "thumbs.db")
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -24,18 +24,18 @@ Row = dict[str, Any]
 
 
 class LocalRows:
-    """The rows of a file or of all files of a folder, in the order of their names; can be iterated any number of times."""
+    """The rows of a file, or of all files of a folder in the order of their names. They can be iterated repeatedly."""
 
     def __init__(self, path: Path, column: str, start: int = 0) -> None:
         """Find the files.
 
         Args:
-            path: a file, or a folder of files of one format, at any depth.
-            column: that holds the text; the only one that is read where the format allows it.
-            start: rows to pass over.
+            path: a file, or a folder of files of one format at any depth.
+            column: the column with the text; other columns are not read if the format allows it.
+            start: number of rows to skip.
 
-        Raises:
-            TextError: a file whose format is unknown, files of several formats, or none.
+            Raises:
+                TextError: a file has an unknown format, there are files of several formats, or there are none.
         """
         self._path, self._column, self._start = path, column, start
         self._files = _files(path)
@@ -50,7 +50,7 @@ class LocalRows:
             )
 
     def skip(self, count: int) -> LocalRows:
-        """The rows from number `count` on."""
+        """The rows without the first `count`."""
         return LocalRows(self._path, self._column, count)
 
     def __iter__(self) -> Iterator[Row]:
@@ -65,7 +65,7 @@ class LocalRows:
 
 
 def _files(path: Path) -> list[Path]:
-    """All files that may hold documents: `path` itself, or those below it."""
+    """All files that may hold documents: `path` itself, or the files below it."""
     if path.is_file():
         return [path]
     found = []
@@ -92,8 +92,8 @@ def _stream(file: Path) -> io.BufferedReader:
 
 
 def _json(file: Path, column: str) -> Iterator[Row]:
-    """One JSON object a line; in a file that begins with a bracket, one list of objects."""
-    del column  # a JSON value can't be read in part
+    """One JSON object per line, or one list of objects if the file begins with a bracket."""
+    del column  # JSON cannot be read in part
     with _stream(file) as stream:
         start = stream.peek(1).lstrip(BYTE_ORDER_MARK.encode())
         if start.lstrip()[:1] == b"[":
@@ -115,7 +115,7 @@ def _parquet(file: Path, column: str) -> Iterator[Row]:
     import pyarrow.parquet
 
     with _stream(file) as stream:
-        # Parquet is read from its end; a compressed file around it has to be unpacked first.
+        # Parquet is read from its end, so a compressed file has to be unpacked first.
         table = pyarrow.parquet.ParquetFile(io.BytesIO(stream.read()) if file.suffix.lower() in COMPRESSIONS else str(file))
     names = table.schema_arrow.names
     if column not in names:
@@ -127,7 +127,7 @@ def _parquet(file: Path, column: str) -> Iterator[Row]:
 
 
 def _text(file: Path, column: str) -> Iterator[Row]:
-    """The whole file is one document."""
+    """One document: the whole file."""
     with _stream(file) as stream:
         yield {column: stream.read().decode("utf-8-sig")}
 

@@ -1,4 +1,4 @@
-"""Where a model is: from a ref to a folder, or to one commit on the Hub."""
+"""Resolve a model's ref to a folder or to one commit on the Hub."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Located:
     """A model that was found.
 
     Attributes:
-        location: what to load from: a folder, or ``org/name``.
-        name: what to record: ``org/name``, ``demo:source``, or the name of the folder.
-        revision: commit hash, None for folders.
-        folder: that its files lie in, or will lie in once they are fetched.
-        reached: whether the Hub answered, so that what is not there yet can be fetched.
+        location: where to load it from: a folder, or ``org/name``.
+        name: the name to record: ``org/name``, ``demo:source``, or the name of the folder.
+        revision: commit hash; None for folders.
+        folder: the folder of its files, or the one that they will be fetched to.
+        reached: whether the Hub answered, so that missing files can be fetched.
     """
 
     location: str
@@ -35,19 +35,19 @@ class Located:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """For ``from_pretrained``. Where the Hub did not answer it must not ask: it would retry each file for 23 seconds."""
+        """Arguments for ``from_pretrained``. If the Hub did not answer, it must not ask: it would retry for 23 s per file."""
         return {"revision": self.revision, "local_files_only": not self.reached}
 
 
 def locate(ref: str, revision: str | None = None) -> Located:
-    """Find a model, and its configuration.
+    """Find a model and fetch its configuration.
 
-    The commit that a branch or tag points at is asked once, before anything is read, so that all comes from one.
+    A branch or tag is resolved to its commit once, before anything is read, so that all files come from the same commit.
 
     Raises:
-        RefError: it is not there, cannot be reached, or is not a model.
+        RefError: the model does not exist, cannot be reached, or is not a model.
     """
-    import transformers  # noqa: F401  without the extra that loads models, say so before the Hub is asked for one
+    import transformers  # noqa: F401  if the extra is missing, say so before asking the Hub
 
     location, name, revision = split_ref(ref, revision)
     if Path(location).is_dir():
@@ -56,10 +56,10 @@ def locate(ref: str, revision: str | None = None) -> Located:
 
     unreached: Exception | None = None
     try:
-        HfApi().model_info(name, revision=revision, timeout=ANSWER_SECONDS)  # unlike a download, it gives up at once
+        HfApi().model_info(name, revision=revision, timeout=ANSWER_SECONDS)  # unlike a download, this does not retry
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, ValueError) as error:
         raise _not_found(error, name, revision) from error
-    except Exception as error:  # no connection, no answer, offline mode: what was fetched before is as good
+    except Exception as error:  # no connection, no answer or offline mode: use what was fetched before
         unreached = error
     try:
         config = hf_hub_download(name, "config.json", revision=revision, local_files_only=unreached is not None)
@@ -70,7 +70,7 @@ def locate(ref: str, revision: str | None = None) -> Located:
         raise RefError(f"{name}: found no config.json there, needed a model that transformers can load") from error
     except (OSError, ValueError) as error:
         raise _not_found(error, name, revision) from error
-    folder = Path(config).parent  # of the client's cache: .../snapshots/COMMIT
+    folder = Path(config).parent  # .../snapshots/COMMIT in the client's cache
     return Located(name, name, folder.name, folder, unreached is None)
 
 
@@ -79,10 +79,10 @@ def _not_found(error: Exception, name: str, revision: str | None) -> RefError:
 
 
 def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | None]:
-    """(what to load from, the name to record, the revision) of a ref.
+    """Split a ref into where to load from, the name to record, and the revision.
 
     Raises:
-        RefError: an empty ref, an unknown ``demo:`` ref, a revision of a folder, or two different revisions.
+        RefError: the ref is empty or an unknown ``demo:`` ref, a folder has a revision, or there are two different revisions.
     """
     demo = demo_path(ref)
     if demo is not None:
@@ -105,10 +105,10 @@ def split_ref(ref: str, revision: str | None = None) -> tuple[str, str, str | No
 
 
 def recorded_refs(spec: MapperSpec, source: str | None, target: str | None) -> tuple[tuple[str, str | None], ...]:
-    """Ref and revision of source and target: what is given, else what a mapper records.
+    """Ref and revision of source and target: those that the caller passed, else those that a mapper records.
 
     Raises:
-        RefError: a model was a local folder, of which a mapper records only the name, and there is no folder of that name here.
+        RefError: a model was a local folder, of which a mapper records only the name, and there is no folder of that name.
     """
     found = []
     for role, given, model in (("source", source, spec.source), ("target", target, spec.target)):

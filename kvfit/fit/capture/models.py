@@ -1,4 +1,4 @@
-"""Loading the two models of a pair, and proving that they read the same tokens."""
+"""Load the two models of a pair, and check that their tokenizers agree."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run.
+    """A loaded model.
 
     Attributes:
         model: the causal language model, in eval mode.
         tokenizer: its tokenizer.
         ref: ``org/name``, ``demo:source``, or the name of a local folder.
-        revision: commit hash, None for local folders.
+        revision: commit hash; None for local folders.
     """
 
     model: Any
@@ -40,11 +40,11 @@ class Options:
 
     Attributes:
         dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``.
-        device: where the model runs; None for the first GPU, else the CPU.
-        device_map: accelerate's placement for a model larger than one device: ``auto``, ``balanced``..., or a device by module
-            name, ``cpu`` and ``disk`` among them.
+        device: the device; None for the first GPU, else the CPU.
+        device_map: accelerate's placement for a model larger than one device: ``auto``, ``balanced``..., or devices by module
+            name, including ``cpu`` and ``disk``.
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2``; None for the model's default.
-        trust_remote_code: run code that the model's repository carries.
+        trust_remote_code: run code from the model's repository.
     """
 
     dtype: str = "auto"
@@ -69,19 +69,19 @@ class Options:
 
 
 def find_device(name: torch.device | str | None) -> torch.device:
-    """A device that this machine has; for None the first GPU, else the CPU.
+    """A device of this machine; for None, the first GPU, else the CPU.
 
     Raises:
-        OptionError: there is no such device here, or it holds no numbers (``meta``).
+        OptionError: this machine has no such device, or it stores no values (``meta``).
     """
     wanted = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.zeros(1, device=wanted).device
-        reason = "it holds no numbers" if place.type == "meta" else None
-    except (RuntimeError, AssertionError, TypeError, ImportError) as error:  # what torch raises depends on how it was built
+        reason = "it stores no values" if place.type == "meta" else None
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:  # depends on the build of torch
         reason = str(error).strip().split("\n")[0].rstrip(".")[:200]
-        if reason.startswith("Expected one of"):  # thirty kinds of device follow
-            reason = "no kind of device"
+        if reason.startswith("Expected one of"):  # a list of thirty kinds of device follows
+            reason = "not a kind of device"
     if reason is not None:
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
         there = ", ".join(["cpu", *gpus])
@@ -98,7 +98,7 @@ def _check_attention(name: str) -> None:
 
 
 def load_config(ref: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The configuration alone, without weights."""
+    """Load only the configuration of a model."""
     from transformers import AutoConfig
 
     found = locate(ref, revision)
@@ -107,7 +107,7 @@ def load_config(ref: str, revision: str | None = None, *, trust_remote_code: boo
 
 
 def load_tokenizer(ref: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer alone."""
+    """Load only the tokenizer of a model."""
     return _tokenizer(locate(ref, revision), trust_remote_code)
 
 
@@ -116,18 +116,18 @@ def _tokenizer(found: Located, trust_remote_code: bool) -> Any:
 
     with _told_apart(found.name, found.folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(found.location, trust_remote_code=trust_remote_code, **found.arguments)
-    # Version 5 of transformers makes an empty one where there are no files.
+    # If there are no files, version 5 of transformers makes an empty tokenizer.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise RefError(f"{found.name}: found no tokenizer there, needed its files, such as tokenizer.json, beside the weights")
     return tokenizer
 
 
 def load(ref: str, revision: str | None = None, options: Options | None = None, *, tokenizer: Any = None) -> Loaded:
-    """Model and tokenizer of a ref; `tokenizer` is one that was loaded already.
+    """Load the model and the tokenizer of a ref. If `tokenizer` is given, it is used instead.
 
     Raises:
-        RefError: not found, not reachable, damaged, or without some of its weights; names the model, the file, the tensors.
-        MismatchError: too little memory.
+        RefError: the model is not found, not reachable or damaged, or lacks weights; names the file or the tensors.
+        MismatchError: there is too little memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +145,7 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
             located.location,
             dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they can be named, below
+            ignore_mismatched_sizes=True,  # so that `_check_whole` can name them
             **arguments,
         )
         if options.device_map is None:
@@ -155,10 +155,10 @@ def load(ref: str, revision: str | None = None, options: Options | None = None, 
 
 
 def _check_whole(name: str, found: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that does not hold every weight: transformers fills the rest with random numbers and warns."""
+    """Refuse a checkpoint without all weights, because transformers would fill in random numbers and only warn."""
     for what, names in (
         ("no weights", sorted(found["missing_keys"])),
-        # Names before version 5 of transformers, names and shapes after.
+        # These are names before version 5 of transformers, and tuples of names and shapes since.
         ("weights of another shape", sorted(one if isinstance(one, str) else one[0] for one in found["mismatched_keys"])),
     ):
         if names:
@@ -170,7 +170,7 @@ def _check_whole(name: str, found: Mapping[str, Any]) -> None:
 
 
 class _told_apart:
-    """Turns what transformers and the Hub raise for a ref into one `RefError` that names it, and a file that is damaged."""
+    """Turns errors of transformers and the Hub into one `RefError` that names the ref, and the file that is damaged."""
 
     def __init__(self, name: str, folder: Path, what: str = "model") -> None:
         self.name, self.folder, self.what = name, folder, what
@@ -179,7 +179,7 @@ class _told_apart:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # Whatever it is: no code of ours runs inside, and what a torn file does to the libraries is theirs to choose.
+        # All errors are handled: none of our code runs inside, and a torn file can cause any error in the libraries.
         if not isinstance(error, Exception):
             return
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -190,7 +190,8 @@ class _told_apart:
             ) from error
         if isinstance(error, ImportError):
             raise MismatchError(
-                f"{self.name}: found a package missing ({reason}), needed it: install it, or leave out what asks for it"
+                f"{self.name}: found a package missing ({reason}), needed that package: install it, or leave "
+                "out the option that needs it"
             ) from error
         damaged = next((path.name for path in sorted(self.folder.glob("*.safetensors")) if not _opens(path)), None)
         if damaged is not None:
@@ -211,10 +212,10 @@ def _opens(path: Path) -> bool:
 def check_tokenizers(source: Any, target: Any) -> None:
     """Refuse two tokenizers that do not give the same ids.
 
-    Only the token-to-id maps count: vocabularies that differ in padding rows of the embedding are the same to a tokenizer.
+    Only the token-to-id maps and the encoding of a sample are compared. The embeddings may be padded differently.
 
     Raises:
-        MismatchError: names the first token that differs.
+        MismatchError: the tokenizers differ; names the first token that does.
     """
     ours, theirs = source.get_vocab(), target.get_vocab()
     if ours != theirs:
@@ -224,7 +225,7 @@ def check_tokenizers(source: Any, target: Any) -> None:
             f"tokenizers: found {len(differing)} tokens with different ids, first {token!r} with {ours.get(token)} in the "
             f"source and {theirs.get(token)} in the target, needed the same token-to-id map: choose two models of one family"
         )
-    # The same map can still split text differently (other merges or pre-tokenizer): try a text that touches both.
+    # With the same map, different merges or pre-tokenizers can still split text differently, so a sample is compared.
     sample = "Hello, World! It's 2,048 tokens\n\n  of naïve “text” — 東京 🙂\t(x_1 = y**2)"
     if source(sample)["input_ids"] != target(sample)["input_ids"]:
         raise MismatchError(

@@ -1,4 +1,4 @@
-"""What a capture is asked for."""
+"""The options of a capture."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ LEXICAL_LAGS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Options:
-    """What is captured; all of it is part of the store's recipe.
+    """What is captured. All options are part of the store's recipe.
 
     Attributes:
-        num_sequences: sequences to run, both splits together.
-        seq_len: tokens of a sequence.
-        token_stride: every how many tokens one is kept for the statistics.
-        skip_tokens: first tokens of each sequence to leave out.
-        holdout: share of the sequences that goes to the holdout split.
-        seed: shifts which sequences these are.
-        pack: join documents and cut them, instead of one sequence per document.
-        inputs: ``both`` also keeps keys by values, so that each kind can be predicted from both.
-        stats_dtype: of the stored sums.
+        num_sequences: number of sequences to run, both splits together.
+        seq_len: tokens per sequence.
+        token_stride: every `token_stride`-th token is kept for the statistics.
+        skip_tokens: number of first tokens of each sequence to leave out.
+        holdout: share of the sequences in the holdout split.
+        seed: changes which sequences are in the holdout split.
+        pack: join documents and cut them into sequences, instead of one sequence per document.
+        inputs: ``both`` also keeps the products of keys and values, so that each kind can be predicted from both.
+        stats_dtype: dtype of the stored sums.
         lexical: lags of the lexical inputs (see `kvfit.spec.MapperSpec`), ascending; empty for none; ``auto`` for
-            `LEXICAL_LAGS` where the target's first layer depends on each token alone, and none elsewhere.
+            `LEXICAL_LAGS` if the target's first layer depends on each token alone, else none.
     """
 
     num_sequences: int = 500
@@ -57,10 +57,10 @@ class Options:
 
     @property
     def kept(self) -> range:
-        """Positions of a sequence whose tokens are kept."""
+        """The positions of the tokens that are kept in each sequence."""
         return range(self.skip_tokens, self.seq_len, self.token_stride)
 
     def split(self, index: int) -> Part:
-        """The split of sequence `index`: evenly spread, so that any run of sequences holds its share."""
+        """The split of sequence `index`. Splits are evenly spread, so that any run of sequences has its share of each."""
         phase = random.Random(self.seed).random()
         return "holdout" if math.floor((index + 1) * self.holdout + phase) > math.floor(index * self.holdout + phase) else "fit"

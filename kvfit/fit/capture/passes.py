@@ -1,4 +1,4 @@
-"""The loop of a capture: batches of sequences through both models and into the statistics."""
+"""The main loop of a capture: run batches of sequences through both models and add them to the statistics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvfit.fit.stats.layout import SPLITS, Group, Part
 
 @dataclass(frozen=True)
 class State:
-    """How far a capture has come; the store's cursor.
+    """The state of a capture, which is the store's cursor.
 
     Attributes:
-        cursors: where reading stands, per text.
-        documents: that were taken.
-        added: splits of the next batch that are in the statistics already. A batch of both splits is two additions, and the
-            store may commit between them. Then the cursor before the batch is committed with the first split; on resuming the
-            batch is run again and that split is left out, so that batches stay aligned and the bits stay the same.
+        cursors: position of reading, per text.
+        documents: the documents that were used.
+        added: splits of the next batch that are already in the statistics. A batch with both splits is added in two steps,
+            and the store may commit between them. Then the cursor before the batch is committed with the first split. On
+            resuming, the batch is run again and that split is left out, so that batches stay aligned and bits the same.
     """
 
     cursors: tuple[Cursor, ...]
@@ -43,7 +43,7 @@ class State:
         """The state that a store was committed with.
 
         Raises:
-            StoreError: it was written by something else than a capture.
+            StoreError: the store was not written by a capture.
         """
         stored = accumulator.cursor
         if stored is None:
@@ -55,21 +55,21 @@ class State:
 
     @property
     def sequences(self) -> int:
-        """Sequences read so far, of all texts together."""
+        """Number of sequences read so far, of all texts together."""
         return sum(cursor.sequences for cursor in self.cursors)
 
     @property
     def short(self) -> int:
-        """Documents that were shorter than a sequence."""
+        """Number of documents that were shorter than a sequence."""
         return sum(cursor.short for cursor in self.cursors)
 
     @property
     def repeated(self) -> int:
-        """Documents that came before."""
+        """Number of documents that had occurred before."""
         return sum(cursor.repeated for cursor in self.cursors)
 
     def after(self, batch: list[Sequence], *, own: bool) -> State:
-        """The state once a batch is in the statistics of this process, or of another."""
+        """The state after a batch was added to the statistics of this process (`own`) or of another."""
         cursors, documents = list(self.cursors), self.documents.copy()
         for sequence in batch:
             cursors[sequence.text] = sequence.cursor
@@ -77,22 +77,22 @@ class State:
         return State(tuple(cursors), documents)
 
     def to_json(self) -> dict[str, Any]:
-        """As the store's cursor."""
+        """The state as JSON values, for the store's cursor."""
         added = {"added": list(self.added)} if self.added else {}
         return {"texts": [cursor.to_json() for cursor in self.cursors], **self.documents.to_json(), **added}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What the loop needs besides the store.
+    """The loop of a capture.
 
     Attributes:
         runners: source and target.
-        texts: where the text comes from.
-        tokenizer: of both models.
+        texts: the texts.
+        tokenizer: the tokenizer of both models.
         options: what is captured.
         batch_size: sequences per forward pass.
-        ranks: this process among all.
+        ranks: this process among all processes.
     """
 
     runners: tuple[Activations, Activations]
@@ -131,7 +131,7 @@ class Passes:
     def _add(self, accumulator: Accumulator, batch: list[Sequence], state: State, following: State) -> None:
         ids = torch.tensor([sequence.ids for sequence in batch])
         source, target = (runner(ids) for runner in self.runners)
-        if "lexical" in target:  # made by the target, but an input of the map
+        if "lexical" in target:  # the target computes it, but it is an input of the map
             source["lexical"] = target.pop("lexical")
         splits = [self.options.split(state.sequences + row) for row in range(len(batch))]
         added = list(state.added)
@@ -165,5 +165,5 @@ def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterato
 
 
 def _pooled(features: Mapping[Group, list[Tensor]], rows: list[int]) -> dict[Group, list[Tensor]]:
-    """(B, N, F) per layer to (B' * N, F) of the chosen rows."""
+    """Per layer, from (B, N, F) to (B' * N, F), for the chosen rows."""
     return {group: [layer[rows].flatten(0, 1) for layer in layers] for group, layers in features.items()}

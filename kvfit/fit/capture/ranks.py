@@ -1,7 +1,7 @@
-"""The processes that torchrun started: which one this is, and where they wait for each other.
+"""The processes that torchrun has started: which one this is, and how they wait for each other.
 
-A capture of N processes is N captures of their own sequences into stores of their own, merged at the end by the first.
-Nothing else passes between them, so the processes need no shared device and no fast network.
+With N processes, each captures its own sequences into its own store, and the first process merges the stores at the end. They
+exchange nothing else, so they need no shared device and no fast network.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvfit.errors import MismatchError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all.
+    """This process among all processes.
 
     Attributes:
-        rank: 0 to `size` - 1.
-        size: processes in all.
-        local_rank: among those of this machine; picks the GPU.
+        rank: number of this process, 0 to `size` - 1.
+        size: number of processes.
+        local_rank: number of this process on its machine, which selects the GPU.
     """
 
     rank: int = 0
@@ -33,10 +33,10 @@ class Ranks:
 
     @classmethod
     def from_environment(cls) -> Ranks:
-        """What torchrun has put into the environment; one process where it has not.
+        """Read torchrun's environment variables; without them there is one process.
 
         Raises:
-            MismatchError: the variables are not numbers that fit each other.
+            MismatchError: the variables are not numbers, or contradict each other.
         """
         found = [os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))]
         if not all(value.isdigit() for value in found) or int(found[0]) >= int(found[1]):
@@ -44,25 +44,25 @@ class Ranks:
         return cls(*map(int, found))
 
     def owns(self, batch: int) -> bool:
-        """Whether batch number `batch` is this process's."""
+        """Whether batch number `batch` belongs to this process."""
         return batch % self.size == self.rank
 
     def part(self, store: Path) -> Path:
-        """Where this process captures: the store itself for a single process, else a part beside it."""
+        """The path that this process captures to: the store itself for a single process, else a part next to it."""
         return store if self.size == 1 else self.parts(store)[self.rank]
 
     def parts(self, store: Path) -> list[Path]:
-        """The parts of all processes."""
+        """The paths of all processes' parts."""
         return [store.with_name(f"{store.name}.rank{rank}") for rank in range(self.size)]
 
     def device(self) -> str | None:
-        """The GPU of this process where several share a machine; None for the usual choice."""
+        """The GPU of this process if there are several processes; None for the default choice."""
         return f"cuda:{self.local_rank}" if self.size > 1 and torch.cuda.is_available() else None
 
 
 @contextmanager
 def meeting(ranks: Ranks) -> Iterator[None]:
-    """Entered by all processes once all are there, left by all once all have left."""
+    """A block that no process enters before all have reached it, and no process leaves before all have finished it."""
     if ranks.size == 1:
         yield
         return

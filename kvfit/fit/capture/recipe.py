@@ -1,4 +1,4 @@
-"""The recipe of a store: all that its numbers depend on."""
+"""The recipe of a store: everything that its numbers depend on."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def make_recipe(
     batch_size: int,
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """The values that a resumed capture must share with its beginning, and merged captures with each other, except for `part`.
+    """The recipe. A resumed capture must have the same as before, and merged captures the same except for `part`.
 
-    The models' specs stand beside the recipe in the store; the fingerprints are repeated so that a difference is named here.
+    The store also has the models' specs. Their fingerprints are repeated in the recipe, so that errors can name a difference.
     """
     described = [{**asdict(text), "dataset": public_name(text.dataset)} for text in texts]
     for text in described:
@@ -54,16 +54,16 @@ def make_recipe(
 
 
 def bundle_recipe(recipe: dict[str, Any], cursor: Any) -> dict[str, Any]:
-    """What a bundle keeps of its store: the recipe, and which documents were captured where the store's cursor says it.
+    """The recipe for a bundle: the store's recipe, and the digests of the captured documents if its cursor has them.
 
-    Sorted, so that the order of the text and of merging leaves no trace.
+    The digests are sorted, so that they do not depend on the order of the text and of merging.
     """
     found = digests.of_cursor(cursor)
     return recipe if not found else {**recipe, digests.FIELD: "".join(sorted(found))}
 
 
 def public_name(dataset: str) -> str:
-    """A dataset's name for the record: of a local path only the last part, so that no path of a machine is published."""
+    """A dataset's name for the recipe. Of a local path only the last part is recorded, so that no local path is published."""
     return Path(dataset).name if Path(dataset).exists() else dataset
 
 

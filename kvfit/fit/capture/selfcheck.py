@@ -1,4 +1,4 @@
-"""The proof, on a real batch, that a spec's rotary description is what the model does."""
+"""Verify on a real batch that a model does what its spec's rotary description says."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvfit.spec import ModelSpec
 
 @torch.no_grad()
 def self_check(model: Any, spec: ModelSpec | Probe, input_ids: Tensor) -> None:
-    """Compare, layer by layer, what `spec` says about the rotation with what the model does on one batch.
+    """Compare the rotary description of `spec` with what each layer of the model does on one batch.
 
-    For every layer: the un-rotated keys are what the model gave its rotary function, rotating them again gives the cached
-    keys, and features and layers that do not rotate are bit-identical. Every KV layer caches once, with every token.
+    For every layer, the un-rotated keys must equal what the model gave its rotary function, rotating them again must give the
+    cached keys, and features and layers that do not rotate must be bit-identical. Every layer must cache each token once.
 
     Args:
         model: the loaded model that `spec` describes.
         spec: from `describe_model` or `probe`, or read from a bundle.
-        input_ids: (B, T), unpadded, on any device; a longer batch proves more positions.
+        input_ids: (B, T), unpadded, on any device. A longer batch verifies more positions.
 
-    Raises:
-        UnsupportedModelError: names family, layer and reason.
+        Raises:
+            UnsupportedModelError: they differ; names family, layer and reason.
     """
     batch, n_tokens = input_ids.shape
     needed = (batch, spec.n_heads, n_tokens, spec.head_dim)
@@ -52,7 +52,7 @@ def self_check(model: Any, spec: ModelSpec | Probe, input_ids: Tensor) -> None:
 
 
 def _fault(event: LayerTrace, spec: ModelSpec | Probe) -> str | None:
-    """What is wrong with one layer, None for nothing."""
+    """What differs in one layer; None if nothing does."""
     table = spec.rope.table(event.layer_index)
     try:
         given = event.given_keys()

@@ -1,8 +1,8 @@
-"""Token sequences from text, with a cursor that survives a kill.
+"""Make token sequences from text, with a cursor from which a killed run can resume.
 
-One sequence per document, its first `seq_len` tokens; shorter documents are skipped and counted. With `pack`, documents are
-joined and cut into sequences instead. A document that came before is skipped and counted too: it would be fitted on and held
-out at once. Several texts take turns by their shares.
+There is one sequence per document, its first `seq_len` tokens; shorter documents are skipped and counted. With `pack`,
+documents are joined and cut into sequences instead. A document that occurred before is also skipped and counted, because it
+could be in the fit split and in the holdout split. Several texts take turns by their shares.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kvfit.errors import TextError
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.stats import digests
 
-CHARS_PER_TOKEN = 8  # of generated text, more than any vocabulary that is used takes
+CHARS_PER_TOKEN = 8  # of generated text; more than any common vocabulary has on average
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where reading stands.
+    """The position of reading in a text.
 
     Attributes:
-        documents: documents read so far; the next is number `documents`.
-        sequences: sequences given so far.
-        short: documents skipped because they were shorter than a sequence.
-        digest: of the last sequence's ids, to see on resuming that the text is still the same.
-        last: number of the document that gave the last sequence, -1 before the first.
-        repeated: documents skipped because one with the same text came before.
+        documents: number of documents read so far, which is also the number of the next document.
+        sequences: number of sequences made so far.
+        short: number of documents skipped because they were shorter than a sequence.
+        digest: digest of the last sequence's ids, to check on resuming that the text is still the same.
+        last: number of the document that gave the last sequence; -1 before the first.
+        repeated: number of documents skipped because the same text had occurred before.
     """
 
     documents: int = 0
@@ -49,9 +49,9 @@ class Sequence:
 
     Attributes:
         ids: the ids.
-        cursor: where reading stands after them.
-        documents: digests of the documents that begin in it, see `kvfit.fit.stats.digests`.
-        text: number of the text that it is from, where several are read.
+        cursor: position of reading after them.
+        documents: digests of the documents that begin in the sequence; see `kvfit.fit.stats.digests`.
+        text: number of the text that the sequence is from.
     """
 
     ids: list[int]
@@ -61,7 +61,7 @@ class Sequence:
 
 
 def due(shares: Iterable[float], counts: Iterable[int]) -> int:
-    """Which of several texts gives the next sequence: the one that lags most behind its share."""
+    """The number of the text that gives the next sequence: the one that is furthest behind its share."""
     shares, counts = list(shares), list(counts)
     following = sum(counts) + 1
     behind = [share / sum(shares) * following - count for share, count in zip(shares, counts, strict=True)]
@@ -77,15 +77,18 @@ def interleaved(
     cursors: Iterable[Cursor] = (),
     seen: Iterable[str] = (),
 ) -> Iterator[Sequence]:
-    """Sequences of several texts by their shares; which comes next depends on how many each has given, and nothing else.
+    """Sequences of several texts by their shares. The order depends only on how many sequences each text has given.
 
-    A document that is in two of the texts is taken once, but with `pack`, where each text is on its own. Ends when the text
-    that is due has no more.
+    A document that occurs in two of the texts is used once, except with `pack`, which treats each text separately. The
+    sequences end when the text that is due has no more.
 
     Args:
-        texts: where the text comes from.
-        tokenizer, seq_len, pack, seen: as for `sequences`.
-        cursors: one per text; none for the start.
+        texts: the texts.
+        tokenizer: as for `sequences`.
+        seq_len: as for `sequences`.
+        pack: as for `sequences`.
+        cursors: one per text; empty for the start.
+        seen: as for `sequences`.
     """
     texts = list(texts)
     cursors = list(cursors) or [Cursor()] * len(texts)
@@ -113,20 +116,21 @@ def sequences(
     cursor: Cursor | None = None,
     seen: Iterable[str] = (),
 ) -> Iterator[Sequence]:
-    """Token sequences from where the cursor stands.
+    """Token sequences of one text, from a cursor on.
 
-    Each text is tokenized once, with at most one beginning-of-sequence token; both models get these very ids.
+    Each text is tokenized once, with at most one beginning-of-sequence token. Both models get the same ids.
 
     Args:
-        options: where the text comes from.
-        tokenizer: of both models.
-        seq_len: tokens of a sequence.
-        pack: join documents and cut them.
+        options: the text.
+        tokenizer: the tokenizer of both models.
+        seq_len: tokens per sequence.
+        pack: join documents and cut them into sequences.
         cursor: where to begin; None for the start.
-        seen: digests of the documents in the sequences before the cursor; a set gets those that follow. Not needed with `pack`.
+        seen: digests of the documents in the sequences before the cursor, not needed with `pack`. New ones are added to it
+            if it is a set.
 
     Raises:
-        TextError: on resuming, the document that gave the last sequence no longer gives the same ids.
+        TextError: on resuming, the document that gave the last sequence has changed.
     """
     cursor = cursor or Cursor()
     options = replace(options, least_chars=CHARS_PER_TOKEN * seq_len)
@@ -152,9 +156,9 @@ def sequences(
 
 
 def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> Iterator[Sequence]:
-    """Documents joined by the end-of-text token and cut; on resuming the joined stream is made again from its start."""
+    """Documents joined by the end-of-text token and cut. On resuming, the joined stream is made again from its start."""
     held: list[int] = []
-    begun: tuple[str, ...] = ()  # in the sequence that is being filled: what is held is always less than one
+    begun: tuple[str, ...] = ()  # documents that begin in the sequence that is being filled
     known: set[str] = set()
     count = repeated = 0
     for number, text in enumerate(documents(options)):
@@ -178,7 +182,7 @@ def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) 
 
 
 def _ids(tokenizer: Any, text: str, limit: int | None) -> list[int]:
-    # Characters far beyond the limit are never tokenized: no token of a real vocabulary is longer than this on average.
+    # Characters far beyond the limit are not tokenized. Tokens of real vocabularies are shorter than 32 characters on average.
     ids: list[int] = tokenizer(text if limit is None else text[: limit * 32], add_special_tokens=True)["input_ids"]
     bos = tokenizer.bos_token_id
     while bos is not None and ids[:2] == [bos, bos]:

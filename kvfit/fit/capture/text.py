@@ -1,6 +1,6 @@
-"""Documents of a dataset: built-in, generated, local or on the Hub.
+"""Read the documents of a dataset: built-in, generated, local or on the Hub.
 
-They are read in order, never through a shuffle buffer, because such a buffer loses and repeats rows when a run is resumed.
+They are read in order and without a shuffle buffer, which would lose and repeat rows when a run is resumed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvfit.bundle.records import one_line
 from kvfit.demo import TEXTS, demo_path
 from kvfit.errors import MismatchError, OptionError, RefError, TextError
 from kvfit.fit.capture.facts import MIN_CHARS, facts
@@ -20,7 +21,7 @@ from kvfit.fit.capture.local_text import BYTE_ORDER_MARK, LocalRows
 
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu"
 DEFAULT_CONFIG = "sample-10BT"
-# What `kvfit capture` reads where no dataset is named: REF=SHARE of the sequences.
+# The default text of `kvfit capture`, as REF=SHARE of the sequences.
 DEFAULT_MIX = (f"{DEFAULT_DATASET}=3", "demo:facts=1")
 FACTS = "demo:facts"
 FACTS_COUNT = 10**9  # documents, more than any capture reads
@@ -29,7 +30,7 @@ RETRIES = 5
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Where text comes from; part of a store's recipe.
+    """A text; part of a store's recipe.
 
     Attributes:
         dataset: ``demo:text``, a ``.jsonl``, ``.parquet`` or ``.txt`` file, a folder of such files, or a dataset on the Hub.
@@ -37,8 +38,8 @@ class TextOptions:
         revision: commit, tag or branch, for the Hub.
         split: the dataset's split.
         column: the column that holds the text.
-        share: of all sequences, relative to the shares of other texts that are read beside it.
-        least_chars: characters that a generated document has at least.
+        share: share of the sequences, relative to the shares of other texts.
+        least_chars: minimal length of a generated document in characters.
     """
 
     dataset: str = DEFAULT_DATASET
@@ -55,14 +56,14 @@ class TextOptions:
 
 
 def mix(words: Iterable[str], options: TextOptions) -> tuple[TextOptions, ...]:
-    """The texts that ``REF`` or ``REF=SHARE`` name, with the other options where they apply.
+    """Texts from words ``REF`` or ``REF=SHARE``, with the other options where they apply.
 
-    A configuration, a revision and a split go to the datasets of the Hub. Without any such dataset they go to every text,
-    which refuses them. A file whose name contains the sign is read as that file.
+    Configuration, revision and split apply to datasets of the Hub. If there are none, every text gets them and refuses them.
+    An existing file whose name contains an equals sign is read as that file.
 
     Args:
-        words: at least one.
-        options: of all texts; its dataset and share are not used.
+        words: the words, at least one.
+        options: options of all texts; dataset and share are ignored.
 
     Raises:
         OptionError: a share is not a number above 0, or a text is named twice.
@@ -91,9 +92,9 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
     """Documents in order, from number `start`.
 
     Raises:
-        RefError: there is no such file or dataset.
-        MismatchError: an option of a dataset on the Hub beside a local one.
-        TextError: it cannot be read, or the column is missing or holds no text.
+        RefError: the file or dataset does not exist.
+        MismatchError: an option for datasets of the Hub is set for a local text.
+        TextError: a document cannot be read, or the column is missing or holds no text.
     """
     stream = _open(options)
     position = start
@@ -107,17 +108,19 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
                 raise TextError(f"{options.dataset}: found nothing in it, needed text") from None
             return
         except Exception as error:
-            # A dropped connection in the middle of a stream: open it again where it stopped, a bounded number of times.
+            # If the connection is lost in the middle of a stream, open it again at this position, a bounded number of times.
             attempt += 1
             if not isinstance(error, OSError | ConnectionError | TimeoutError):
                 raise TextError(
                     f"{options.dataset}: found {type(error).__name__} at document {position} or a few after it "
-                    f"({_line(error)}), needed UTF-8 text, in .jsonl one JSON object a line: mend or remove what cannot be read"
+                    f"({one_line(error, 200)}), needed UTF-8 text, in .jsonl one JSON object per line: repair or remove "
+                    "what cannot be read"
                 ) from error
             if attempt > RETRIES:
                 raise TextError(
-                    f"{options.dataset}: found {type(error).__name__} at document {position} ({_line(error)}), needed text "
-                    f"that can be reached: run the same command later, a capture with --resume"
+                    f"{options.dataset}: found {type(error).__name__} at document {position} "
+                    f"({one_line(error, 200)}), needed text that can be reached: run the same command later, a "
+                    "capture with --resume"
                 ) from error
             time.sleep(min(2**attempt, 30))
             rows = iter(_open(options).skip(position))
@@ -140,7 +143,7 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
 
 
 def _kind(value: Any) -> str:
-    """JSON's name for the type of a value that is not text."""
+    """The JSON name of a value's type."""
     if value is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -148,7 +151,7 @@ def _kind(value: Any) -> str:
 
 
 def _open(options: TextOptions) -> Any:
-    """Rows of a dataset: can be iterated, and have ``skip``."""
+    """The rows of a dataset, an iterable with a method ``skip``."""
     if options.dataset == FACTS:
         _check_local(options)
         return _Facts(options)
@@ -170,15 +173,16 @@ def _open(options: TextOptions) -> Any:
         stream = datasets.load_dataset(options.dataset, config, revision=options.revision, split=options.split, streaming=True)
     except (OSError, ValueError) as error:
         raise RefError(
-            f"{options.dataset}: found no readable dataset ({_line(error)}), needed one: check its name, or pass a local file"
+            f"{options.dataset}: found no readable dataset ({one_line(error, 200)}), needed one: check its name, or pass a "
+            "local file"
         ) from error
-    # Other columns may change their type from file to file, which stops the reader although nobody asked for them.
+    # Other columns may change their type from file to file, which would stop the reader although they are not needed.
     return stream.select_columns([options.column]) if options.column in (stream.column_names or ()) else stream
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """The generated text of ``demo:facts``, without an end."""
+    """The generated text of ``demo:facts``, which is practically endless."""
 
     options: TextOptions
     start: int = 0
@@ -192,7 +196,7 @@ class _Facts:
 
 
 def _check_local(options: TextOptions) -> None:
-    """Refuse what would be ignored."""
+    """Refuse options that local text would ignore."""
     for name, value, default in (
         ("--dataset-config", options.config, None),
         ("--dataset-revision", options.revision, None),
@@ -203,7 +207,3 @@ def _check_local(options: TextOptions) -> None:
                 f"{name}: found {value} beside {options.dataset}, which is local text and has none, needed nothing: "
                 f"leave {name} out"
             )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

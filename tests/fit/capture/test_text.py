@@ -350,9 +350,9 @@ def test_what_only_the_hub_has_is_refused_beside_a_local_text(jsonl: Path, chang
     ("name", "content", "message"),
     [
         ("empty.jsonl", b"", "found nothing in it"),
-        ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "found UnicodeDecodeError .* mend or remove"),
+        ("latin.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1"), "found UnicodeDecodeError .* repair or remove"),
         ("latin.txt", "caf\xe9".encode("latin-1"), "needed UTF-8 text"),
-        ("prose.jsonl", b"not JSON\n", "one JSON object a line: mend or remove"),
+        ("prose.jsonl", b"not JSON\n", "one JSON object per line: repair or remove"),
         ("number.jsonl", b'{"text": 5}\n', "found a number in column 'text' of document 0, needed text"),
         ("null.jsonl", b'{"text": null}\n{"text": "a"}\n', "found null in column 'text'"),
         ("chat.jsonl", b'{"text": [{"role": "user", "content": "x"}]}\n', "found a list in column 'text'.*chat template"),
