@@ -268,7 +268,7 @@ def test_the_list_of_verbs_cuts_no_sentence(run) -> None:
     code, out, _ = run("--help")
     assert code == 0
     assert "..." not in out.partition("Commands:")[2]
-    assert "the whole job" in " ".join(out.split())
+    assert "the complete job" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("quiet", [False, True])

@@ -216,7 +216,7 @@ def test_the_lines_of_python_are_what_was_judged(tmp_path):
     text = render_card(Bundle.open(folder))
     arguments = "exact_head=2, exact_tail=16, recompute=0.1, guide=source_model"
     assert f"handoff(mapper, target_model, input_ids, source_cache, {arguments})" in text
-    assert f"mapped cache with `{arguments}`, as in use" in text
+    assert f"mapped cache with `{arguments}`, as in production" in text
     compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
     evaluation["options"] = {"exact_head": "2) or (", "recompute": True}
     add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
