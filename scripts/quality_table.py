@@ -22,6 +22,7 @@ from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture import capture as capturing
 from kvfit.fit.capture import models
 from kvfit.fit.capture.facts import facts
+from kvfit.fit.capture.options import LEXICAL_LAGS
 from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.evaluate import options as evaluating
 from kvfit.fit.evaluate.compare import Comparison
@@ -66,6 +67,9 @@ STEPS = (
     DEFAULT,
     Step("default without a shared basis, at any cost", "mix", UNLIMITED),
     Step("default, refined", recompute=(0.0, 0.1), start=DEFAULT.name),
+    Step("lags 0 to 2", solve={"lexical": (0, 1, 2)}),
+    Step("lags 0 to 4", solve={"lexical": (0, 1, 2, 3, 4)}),
+    Step("lags 0 to 6", solve={"lexical": (0, 1, 2, 3, 4, 5, 6)}),
 )
 
 
@@ -109,7 +113,11 @@ class Study:
     def captured(self, name: str, text: TextOptions, count: int) -> Path:
         """A store of one text."""
         options = capturing.Options(
-            num_sequences=count, seq_len=self.given.seq_len, token_stride=self.given.token_stride, holdout=self.given.holdout
+            num_sequences=count,
+            seq_len=self.given.seq_len,
+            token_stride=self.given.token_stride,
+            holdout=self.given.holdout,
+            lexical=tuple(self.given.lags),
         )
 
         path = self.work / f"{name}.zarr"
@@ -308,6 +316,7 @@ def arguments() -> argparse.Namespace:
         ("questions", 48), ("batch", 4), ("refine-sequences", 64), ("refine-steps", 200),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--lags", type=int, nargs="*", default=list(LEXICAL_LAGS), help="lags of lexical inputs to capture")
     parser.add_argument("--pair", help="what the page calls the pair; default the names of the folders")
     parser.add_argument("--dtype", default="auto", help="of both models; float32 is faster on most CPUs; default as stored")
     parser.add_argument("--facts-share", type=float, default=0.25, help="of the mixed calibration; default 0.25")

@@ -6,7 +6,19 @@ from typing import Any
 
 import click
 
-from kvfit.cli.arguments import cost, json_option, loading_from, loading_options, path, penalty, rank, ref, size, top_k
+from kvfit.cli.arguments import (
+    cost,
+    json_option,
+    lags,
+    loading_from,
+    loading_options,
+    path,
+    penalty,
+    rank,
+    ref,
+    size,
+    top_k,
+)
 from kvfit.cli.console import Verb, say
 
 
@@ -45,9 +57,10 @@ from kvfit.cli.console import Verb, say
 )
 @click.option(
     "--lexical",
-    type=click.Choice(["auto", "none"]),
+    callback=lags,
+    metavar="LAGS|auto|none",
     default="auto",
-    help="auto: also read the target's first layer at the token and those before it, if the store has it.",
+    help="0,1,2: also read the target's first layer at a token and at the two before it; auto: all lags that the store has.",
 )
 @click.option(
     "--rank",

@@ -185,10 +185,10 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     check_budget(layout, options.memory_budget)
     kept = len(capture.kept)
     tokens = capture.num_sequences * kept
-    read_lags = lags if solve.lexical == "auto" and solve.support == "full" else ()
+    read_lags = solve.lags(lags)
     inputs = capture.inputs if solve.inputs == "auto" else solve.inputs
     chosen = solve.top_k if isinstance(solve.top_k, int) else a.n_layers
-    read = input_set((layout.source, layout.target), "keys", range(chosen), solve.support, inputs, len(read_lags))
+    read = input_set((layout.source, layout.target), "keys", range(chosen), solve.support, inputs, range(len(read_lags)))
     blocks = 2 * (b.n_layers - (1 if read_lags else 0))
     split_bytes, shifts = layout.split_bytes, sum(array.chunk_bytes for array in layout.shifts)
     # The buffer is emptied when the next batch does not fit in.

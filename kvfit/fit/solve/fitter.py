@@ -93,7 +93,7 @@ class Fitter:
         """
         self.reader = reader
         self.options = options
-        self.lags = options.lags(reader.store)
+        self.lags = options.lags(reader.store.lexical_lags)
         self.progress = progress
         self._known: dict[Map, Quality] = {} if known is None else known
 
@@ -167,7 +167,8 @@ class Fitter:
         """What the map of a kind reads when it has chosen some source layers."""
         options = self.options
         assert options.inputs != "auto", "options of a fitter are those for its store"
-        return input_set(self.reader.models, kind, source_layers, options.support, options.inputs, len(self.lags))
+        places = [self.reader.store.lexical_lags.index(lag) for lag in self.lags]
+        return input_set(self.reader.models, kind, source_layers, options.support, options.inputs, places)
 
     @property
     def targets(self) -> list[Block]:

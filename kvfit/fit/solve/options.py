@@ -36,7 +36,8 @@ class Options:
         penalty_scale: what the penalty multiplies, see `ridge.factorise`.
         support: ``full`` or ``head``.
         inputs: ``same`` or ``both``; the latter needs a store captured with both. ``auto`` takes what the store has.
-        lexical: ``auto`` reads the lexical inputs that the store has; ``none`` leaves them out.
+        lexical: the lags of the lexical inputs that are read, ascending; ``auto`` reads all that the store has, ``none`` leaves
+            them out.
         rank: r of a shared basis, ``none`` for a map of its own per layer, ``auto`` to choose on the holdout split. A basis
             needs support full, inputs both and one set of source layers for all; where the options say otherwise, ``auto`` is
             ``none``.
@@ -56,7 +57,7 @@ class Options:
     penalty_scale: PenaltyScale = "mean-variance"
     support: Support = "full"
     inputs: Inputs | Auto = "auto"
-    lexical: Literal["auto", "none"] = "auto"
+    lexical: tuple[int, ...] | Literal["auto", "none"] = "auto"
     rank: int | Literal["auto", "none"] = "auto"
     cost: float | None = 0.05
     gain: Gain = "variance"
@@ -70,6 +71,9 @@ class Options:
                 raise OptionError(f"{name}: found {value}, needed at least 1")
         if self.penalty != "auto" and not 0 <= self.penalty < math.inf:
             raise OptionError(f"--penalty: found {self.penalty}, needed a number of 0 or more, or auto")
+        if isinstance(self.lexical, tuple) and list(self.lexical) != sorted({lag for lag in self.lexical if lag >= 0}):
+            found = ",".join(map(str, self.lexical))
+            raise OptionError(f"--lexical: found {found}, needed numbers from 0 on, ascending, or auto, or none")
         if self.cost is not None and not 0 < self.cost < math.inf:
             raise OptionError(f"--cost: found {self.cost}, needed a share above 0, such as 0.05, or none")
         if isinstance(self.rank, int):
@@ -84,6 +88,12 @@ class Options:
             MismatchError: more source layers are asked for than there are, or the store lacks inputs.
         """
         self.check_layers(store.source.n_layers)
+        lags, captured = (",".join(map(str, few)) for few in (self.lags(store.lexical_lags), store.lexical_lags))
+        if not set(self.lags(store.lexical_lags)) <= set(store.lexical_lags):
+            raise MismatchError(
+                f"--lexical {lags}: found {store.path} with the lags {captured or 'none'}, needed all that are named; name "
+                "lags that it has, or capture with --lexical"
+            )
         if store.inputs != "both" and (self.inputs == "both" or isinstance(self.rank, int)):
             raise MismatchError(
                 f"{store.path}: found statistics of like kinds only, needed keys by values: capture with --inputs both"
@@ -109,9 +119,11 @@ class Options:
         if isinstance(self.top_k, int) and self.top_k > n_source:
             raise MismatchError(f"--top-k: found {self.top_k}, needed at most {n_source}, the layers of the source, or all")
 
-    def lags(self, store: Store) -> tuple[int, ...]:
-        """The lags of lexical inputs that maps read under these options; a matching head reads none."""
-        return store.lexical_lags if self.lexical == "auto" and self.support == "full" else ()
+    def lags(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        """The lags of lexical inputs that maps read under these options, of those captured; a matching head reads none."""
+        if self.lexical == "none" or self.support == "head":
+            return ()
+        return captured if self.lexical == "auto" else self.lexical
 
     def gain_from(self, store: Store) -> Literal["fit", "holdout"]:
         """The split that the gain's variances come from."""

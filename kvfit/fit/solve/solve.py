@@ -231,6 +231,6 @@ def mapper_spec(store: Store, options: Options, layers: Iterable[LayerMap], rank
         gain=options.gain,
         dtype=options.dtype,
         layers=tuple(layers),
-        lexical_lags=options.lags(store),
+        lexical_lags=options.lags(store.lexical_lags),
         rank=rank,
     )

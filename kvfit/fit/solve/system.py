@@ -115,7 +115,7 @@ def input_set(
     source_layers: Sequence[int],
     support: Support = "full",
     inputs: Inputs = "same",
-    n_lags: int = 0,
+    lexical: Sequence[int] = (),
 ) -> InputSet:
     """The input set of a map.
 
@@ -125,9 +125,9 @@ def input_set(
         source_layers: the source layers read, ascending.
         support: ``full`` or ``head``.
         inputs: ``same`` or ``both``.
-        n_lags: how many lags of lexical inputs are read; 0 for none.
+        lexical: which of the store's lags are read, by their places in its `Store.lexical_lags`.
     """
     kinds = (kind,) if inputs == "same" else KINDS
     blocks: list[InputBlock] = [(kind, i) for kind in kinds for i in source_layers]
-    blocks += [("lexical", n) for n in range(n_lags)]
+    blocks += [("lexical", n) for n in lexical]
     return InputSet(*models, tuple(blocks), support)

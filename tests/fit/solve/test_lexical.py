@@ -14,6 +14,7 @@ import torch
 from planted import Planted, plant
 
 from kvfit.bundle.bundle import Bundle
+from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.solve.solve import Options, solve
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import KINDS
@@ -81,6 +82,22 @@ def test_what_only_the_lexical_inputs_hold_is_found_through_them(store: Path, tm
         assert found["auto"][kind, 2] < found["none"][kind, 2] + 0.05  # control: nothing to find
     assert ("keys", 0) in found["none"]
     assert ("keys", 0) not in found["auto"]
+
+
+@pytest.mark.parametrize("rank", ["none", 20])
+def test_some_of_the_lags_are_read_as_if_only_they_were_captured(pair: Planted, store: Path, tmp_path: Path, rank: Any) -> None:
+    alone = replace(pair, lags=(2,)).store(tmp_path / "alone.zarr")
+    bundle, _ = solved(store, tmp_path / "some", rank=rank, penalty=0.01, inputs="both", lexical=(2,))
+    wanted, _ = solved(alone, tmp_path / "wanted", rank=rank, penalty=0.01, inputs="both")
+    assert bundle.spec.lexical_lags == (2,)
+    assert bundle.spec.layers == wanted.spec.layers
+    lagged = replace(pair, lags=(2,))
+    for kind, t in product(KINDS, (1, 2)):
+        np.testing.assert_array_equal(lagged.predict(bundle, "holdout", kind, t), lagged.predict(wanted, "holdout", kind, t))
+    with pytest.raises(MismatchError, match=r"--lexical 0,1: found .* with the lags 0,2, needed all that are named"):
+        solved(store, tmp_path / "none", lexical=(0, 1))
+    with pytest.raises(OptionError, match="found 2,0, needed numbers from 0 on, ascending"):
+        Options(lexical=(2, 0))
 
 
 def test_a_matching_head_reads_no_lexical_inputs(store: Path, tmp_path: Path) -> None:

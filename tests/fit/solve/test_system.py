@@ -63,8 +63,8 @@ def test_each_group_of_inputs_has_its_own_length(store: Path) -> None:
     assert input_set(models, "values", (1, 3)).groups == (12,)
     assert input_set(models, "values", (1, 3), "full", "both").groups == (12, 12)
     assert input_set(models, "values", (1, 3), "head", "both").groups == (6, 6)
-    assert input_set(models, "keys", (1,), "full", "both", n_lags=2).groups == (6, 6, 12, 12, 12, 12)
-    assert input_set(models, "keys", (1,), "full", "same", n_lags=1).n_inputs == 6 + 24
+    assert input_set(models, "keys", (1,), "full", "both", lexical=(0, 1)).groups == (6, 6, 12, 12, 12, 12)
+    assert input_set(models, "keys", (1,), "full", "same", lexical=(0,)).n_inputs == 6 + 24
 
 
 @pytest.mark.parametrize(
