@@ -8,6 +8,8 @@ it live together with the cursor.
 
 Where the buffer is emptied depends on its size and on those of the batches alone, and only such a moment is committed. So a
 run that was killed and resumed ends with the same bits as one that was not, however often it was written.
+Forward passes wait for an update on disk: with two buffers of half the size they would not, but every block would be rewritten
+twice as often, which takes longer wherever an update takes longer than the passes that fill the buffer.
 """
 
 from __future__ import annotations

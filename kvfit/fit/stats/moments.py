@@ -21,7 +21,8 @@ from torch import Tensor
 
 ROWS_PER_PRODUCT = 128  # rows of one float32 product
 ROWS_PER_SUM = 4096  # rows whose products are added up in float32 before they go into the float64 total
-PRODUCT_COLUMNS = 2048  # columns of one float32 product on a processor
+ROWS_PER_WIDENING = 512  # rows that are copied to float64 at a time: more would leave a processor's cache
+PRODUCT_COLUMNS = 8192  # columns of one float32 product on a processor
 
 
 @contextlib.contextmanager
@@ -136,14 +137,17 @@ def _float32_products(product: Tensor, left: Tensor, right: Tensor) -> None:
 
 def sums(rows: Tensor) -> Tensor:
     """``sum of rows``, (F,) float64. Rows (N, F) float32, shifted."""
-    return rows.sum(0, dtype=torch.float64)
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    for start in range(0, rows.shape[0], ROWS_PER_WIDENING):
+        total += rows[start : start + ROWS_PER_WIDENING].sum(0, dtype=torch.float64)
+    return total
 
 
 def squares(rows: Tensor) -> Tensor:
     """``sum of rows * rows``, (F,) float64, squared in float64. Rows (N, F) float32, shifted."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    for start in range(0, rows.shape[0], ROWS_PER_SUM):
-        total += rows[start : start + ROWS_PER_SUM].to(torch.float64).square_().sum(0)
+    for start in range(0, rows.shape[0], ROWS_PER_WIDENING):
+        total += rows[start : start + ROWS_PER_WIDENING].to(torch.float64).square_().sum(0)
     return total
 
 
