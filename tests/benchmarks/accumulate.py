@@ -135,7 +135,8 @@ def run_one(options: argparse.Namespace, budget: float, folder: Path) -> dict[st
         accumulator.finish(n_batches)
         seconds, n_tokens = accumulator.seconds, n_batches * options.batch
         work = Work(n_tokens * flops_per_token(layout), clock.wall, clock.processor)
-        commits, beyond = accumulator.commits, memory("VmHWM") - before
+        beyond = memory("VmHWM") - before
+    commits = Store.open(path).record.commit
     if Store.open(path).count("all") != n_tokens:
         raise AssertionError("tokens were lost")
     alone += bare(layout, device, options.bare_seconds / 2)

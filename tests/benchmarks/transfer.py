@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from made_mappers import mapper_spec, model_spec, random_mapper, random_pairs
 
 from kvfit import handoff
+from kvfit.fit.capture.options import LEXICAL_LAGS
 from kvfit.model import cache as caches
 from kvfit.runtime.transfer import CHUNK_TOKENS
 from kvfit.spec import RopeSpec, RopeTable
@@ -40,7 +41,11 @@ def rope(head_dim: int, n_layers: int) -> RopeSpec:
 
 
 def pair(name: str) -> Any:
-    """A random mapper of a geometry: the demo pair, or 28 layers of 2 heads of size 128 with 8 source layers each or all 28."""
+    """A random mapper of a geometry: the demo pair, or 28 layers of 2 heads of size 128.
+
+    Those read 8 source layers each, or all 28, or what `solve` makes by default: all of them, both kinds and three lags of the
+    target's first layer, through a shared basis.
+    """
     if name == "demo":
         source, target = model_spec(4, 4, 32, rope(32, 4)), model_spec(6, 4, 32, rope(32, 6))
         sets = [range(4)] * 6
@@ -52,6 +57,9 @@ def pair(name: str) -> Any:
             if name == "28-all"
             else [sorted((i + step) % 28 for step in (0, 1, 2, 3, 5, 8, 9, 13)) for i in range(28)]
         )
+    if name == "28-basis":
+        sets = [range(28)] * 28
+        return random_mapper(mapper_spec(source, target, sets, inputs="both", lexical_lags=LEXICAL_LAGS, rank=2048))
     return random_mapper(mapper_spec(source, target, sets))
 
 
@@ -80,14 +88,20 @@ def products(options: argparse.Namespace) -> None:
         mapper = pair(name).to(device, dtype)
         for n_tokens in options.tokens:
             pairs = [(k.to(device, dtype), v.to(device, dtype)) for k, v in random_pairs(mapper.spec.source, 1, n_tokens)]
-            weights = list(mapper.maps.weights.values())
+            weights, basis = list(mapper.maps.weights.values()), mapper.maps.basis
             inputs = {weight.shape[0]: torch.randn(n_tokens, weight.shape[0], device=device).to(dtype) for weight, _ in weights}
+            features = None if basis is None else torch.randn(n_tokens, basis.shape[0], device=device).to(dtype)
+            first = random_pairs(mapper.spec.target, 1, n_tokens)[0] if mapper.spec.lexical_lags else None
 
-            def bare(weights: Any = weights, inputs: Any = inputs) -> object:
-                return [torch.addmm(bias, inputs[weight.shape[0]], weight) for weight, bias in weights]
+            def bare(weights: Any = weights, inputs: Any = inputs, features: Any = features, basis: Any = basis) -> object:
+                projected = None if basis is None else features @ basis
+                return [
+                    torch.addmm(bias, inputs[weight.shape[0]] if projected is None else projected, weight)
+                    for weight, bias in weights
+                ]
 
-            def transfer(mapper: Any = mapper, pairs: Any = pairs) -> object:
-                return mapper.transfer(pairs, chunk_tokens=options.chunk)
+            def transfer(mapper: Any = mapper, pairs: Any = pairs, first: Any = first) -> object:
+                return mapper.transfer_layers(pairs, chunk_tokens=options.chunk, first_layer=first)
 
             with torch.no_grad():
                 found = timed({"products": bare, "transfer": transfer}, options.repeats, device)
@@ -127,7 +141,7 @@ def prefill(options: argparse.Namespace) -> None:
 
         jobs = {
             "prefill": run,
-            "transfer": lambda cache=source_cache: mapper.transfer(cache, target_model=target),
+            "transfer": lambda cache=source_cache, ids=ids: mapper.transfer(cache, input_ids=ids[:, :-1]),
             "handoff": moved,
             "recompute": lambda moved=moved: moved(recompute=0.1, guide=source),
         }
@@ -152,7 +166,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=["wall", "processor"], default="wall", help="which time `prefill` prints")
     commands = parser.add_subparsers(required=True)
     first = commands.add_parser("products")
-    first.add_argument("--pairs", nargs="+", default=["demo", "28-of-8", "28-all"])
+    first.add_argument("--pairs", nargs="+", default=["demo", "28-of-8", "28-all", "28-basis"])
     first.add_argument("--tokens", nargs="+", type=int, default=[1024, 8192])
     first.add_argument("--chunk", type=int, default=CHUNK_TOKENS)
     first.set_defaults(run=products)
