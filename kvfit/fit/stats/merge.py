@@ -13,17 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvfit.bundle.records import to_json, value_at
+from kvfit.bundle.records import to_json
 from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.stats import digests, moments
 from kvfit.fit.stats.layout import SPLITS, BlockArray, Chunk, Layout, Part
+from kvfit.fit.stats.merged_recipe import OF_TEXT, merged_recipe, part_list, replaced
 from kvfit.fit.stats.record import PART_FIELD, Array, Batches, Record, Tokens, first_difference
 from kvfit.fit.stats.store import Store
 from kvfit.fit.stats.writer import StoreWriter, building, publish, sync_tree
-
-# Fields of the recipe that say which text was read and in which portions; statistics of different texts can be added too.
-WEIGHTS_FIELD = "weights"  # of a merged recipe: how much each text counts, where that is not 1 each
-OF_TEXT = ("text", "options.num_sequences", "options.seed", "batch_size")
 
 CHANCE = 2e-6  # of documents, whose digests may meet without being one text: two stores of a million each have one in 280
 
@@ -40,15 +37,15 @@ def merge(paths: Iterable[str | Path], out: str | Path, weights: Sequence[float]
         paths: stores that agree in models, inputs, stats_dtype and recipe, apart from the field ``part``. Where each says which
             documents it holds, as every capture does, they may be of different text: `OF_TEXT` may differ too.
         out: must not exist; appears whole or not at all.
-        weights: one per path, above 0: each split of a store counts as its tokens times the weight, rounded to a whole token.
-            None for 1 each.
+        weights: one per path, above 0: each split of a store counts as its tokens times the weight by the largest of them,
+            rounded to a whole token. So no store counts as more tokens than it has seen. None for 1 each.
 
     Returns:
         The merged store.
 
     Raises:
         MismatchError: the stores differ in a field, named with both values, or one is given twice, or a document is in two.
-        OptionError: another number of weights than stores, or a weight that is not above 0.
+        OptionError: another number of weights than stores, or a weight that is not above 0 or leaves a split without a token.
         StoreError: a store is missing, unfinished or damaged, `out` exists, or the disk refuses.
     """
     stores = [Store.open(path) for path in paths]
@@ -61,15 +58,13 @@ def merge(paths: Iterable[str | Path], out: str | Path, weights: Sequence[float]
     known = all(digests.of_cursor(store.record.cursor) for store in stores)
     _check_alike(stores, OF_TEXT if known else ())
     _check_documents(stores)
-    counts = [
-        {split: round(store.count(split) * weight) for split in SPLITS} for store, weight in zip(stores, given, strict=True)
-    ]
+    counts = [_counts(store, weight / max(given)) for store, weight in zip(stores, given, strict=True)]
     common = _common_shift(stores, [sum(count.values()) for count in counts])
     parts = [_Shifted.of(store, common, count) for store, count in zip(stores, counts, strict=True)]
     records = [store.record for store in stores]
     place = Path(out)
     with building(place) as (root, lock):
-        writer = StoreWriter.start_at(root, records[0].layout, _merged_recipe(records, given), lock)
+        writer = StoreWriter.start_at(root, records[0].layout, merged_recipe(records, given), lock)
         if common:
             writer.write_shifts({name: shift.numpy() for name, shift in common.items()})
         for split in SPLITS:
@@ -86,6 +81,18 @@ def merge(paths: Iterable[str | Path], out: str | Path, weights: Sequence[float]
         publish(root, place)
     writer.close()
     return Store.open(place)
+
+
+def _counts(store: Store, share: float) -> dict[Part, int]:
+    """As how many tokens each split of a store counts."""
+    found: dict[Part, int] = {split: round(store.count(split) * share) for split in SPLITS}
+    lost = [split for split in SPLITS if store.count(split) and not found[split]]
+    if lost:
+        raise OptionError(
+            f"--weights: found {share:g} of the largest for {store.path}, so that its {store.count(lost[0])} tokens of the "
+            f"{lost[0]} split count as none, needed a larger weight: or leave the store out"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ def _check_alike(stores: Sequence[Store], may_differ: Sequence[str]) -> None:
     seen: dict[str, Path] = {}
     for store in stores:
         # Where documents are known they tell whether text is there twice; a part's number says nothing of another capture's.
-        parts = [] if may_differ else [json.dumps(part, sort_keys=True) for part in _part_list(store.record)]
+        parts = [] if may_differ else [json.dumps(part, sort_keys=True) for part in part_list(store.record)]
         for key in (os.path.realpath(store.path), *parts):
             if key in seen:
                 raise MismatchError(f"{store.path} and {seen[key]} hold the same part; merge every part once")
@@ -231,7 +238,7 @@ def _merged_cursor(records: Sequence[Record]) -> dict[str, Any] | None:
 def _comparable(record: Record, may_differ: Sequence[str]) -> dict[str, Any]:
     recipe = {name: value for name, value in record.recipe.items() if name != PART_FIELD}
     for field in may_differ:
-        recipe = _with(recipe, field, None)
+        recipe = replaced(recipe, field, None)
     models = {"source": to_json(record.source), "target": to_json(record.target)}
     return {
         **models,
@@ -240,57 +247,6 @@ def _comparable(record: Record, may_differ: Sequence[str]) -> dict[str, Any]:
         "lexical_lags": list(record.lexical_lags),
         "recipe": recipe,
     }
-
-
-def _with(recipe: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:
-    """A recipe with another value in a field; unchanged where it has no such field."""
-    name, _, rest = field.partition(".")
-    if name not in recipe or (rest and not isinstance(recipe[name], Mapping)):
-        return dict(recipe)
-    return {**recipe, name: _with(recipe[name], rest, value) if rest else value}
-
-
-def _part_list(record: Record) -> list[Any]:
-    """The parts in a store: what its recipe's field says, those of a merge one by one; none where it says nothing."""
-    part = record.recipe.get(PART_FIELD)
-    return [] if part is None else _unmerged(part)
-
-
-def _merged_recipe(records: Sequence[Record], weights: Sequence[float]) -> dict[str, Any]:
-    """The common recipe, in an order of its own where parts differ, so that the order of the paths leaves no trace.
-
-    Sequences add up over captures. The parts of one `torchrun` say how many all of them made, so they belong into one merge: in
-    two, one after the other, they are counted twice.
-    """
-    recipe = {name: value for name, value in records[0].recipe.items() if name != PART_FIELD}
-    # Captures of one text and options, by how often the same part of them is there.
-    captures: dict[str, list[Record]] = {}
-    for record in records:
-        captures.setdefault(
-            json.dumps([value_at(record.recipe, *field.split(".")) for field in OF_TEXT], sort_keys=True), []
-        ).append(record)
-    counts = []
-    for same in captures.values():
-        parts = [json.dumps(part, sort_keys=True) for record in same for part in _part_list(record)]
-        counts += [value_at(same[0].recipe, "options", "num_sequences")] * max((parts.count(part) for part in parts), default=1)
-    if len(counts) > 1 and all(type(count) is int for count in counts):
-        recipe = _with(recipe, "options.num_sequences", sum(counts))
-    for field in OF_TEXT:
-        values = [value for same in captures.values() for value in _unmerged(value_at(same[0].recipe, *field.split(".")))]
-        different = {json.dumps(value, sort_keys=True): value for value in values}
-        if field != "options.num_sequences" and len(different) > 1:
-            recipe = _with(recipe, field, {"merged": [different[key] for key in sorted(different)]})
-    if set(weights) != {1.0}:
-        weighted = [
-            {"text": record.recipe.get("text"), "weight": weight} for record, weight in zip(records, weights, strict=True)
-        ]
-        recipe = {**recipe, WEIGHTS_FIELD: sorted(weighted, key=lambda entry: json.dumps(entry, sort_keys=True))}
-    parts = [part for record in records for part in _part_list(record)]
-    return {**recipe, PART_FIELD: {"merged": sorted(parts, key=lambda part: json.dumps(part, sort_keys=True))}}
-
-
-def _unmerged(value: Any) -> list[Any]:
-    return list(value["merged"]) if isinstance(value, Mapping) and set(value) == {"merged"} else [value]
 
 
 def _merged_batches(records: Sequence[Record]) -> Batches:

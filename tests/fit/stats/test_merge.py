@@ -80,29 +80,43 @@ def test_lexical_blocks_merge_and_must_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 def test_weights_count_a_store_as_often(tmp_path: Path, mean: float) -> None:
-    """Three times the weight is the same rows three times; a half is every row with half a say."""
+    """With weights 1 and a half, means are those of the first store's rows twice, but for the rounding of half a token."""
     given = batches(SIZES, mean=mean)
     paths = shards(tmp_path, given, [4])
-    thrice = merge(paths, tmp_path / "thrice.zarr", weights=[1, 3])
-    assert max(worst_error(thrice, given + given[4:] * 2, split) for split in ("fit", "holdout", "all")) < 1e-6
     half = merge(paths, tmp_path / "half.zarr", weights=[1, 0.5])
-    doubled = merge([paths[0]], tmp_path / "double.zarr", weights=[2])
-    # With 1 and a half the means and covariances are those of 2 and 1, but for the rounding of a half token.
-    assert half.count("fit") == sum(len(b[1]["keys"][0]) for b in given[:4] if b[0] == "fit") + round(
-        sum(len(b[1]["keys"][0]) for b in given[4:] if b[0] == "fit") / 2
-    )
     whole = given[:4] * 2 + given[4:]
     for a in (("keys", 0), ("values", 2)):
         x = torch.cat([b[1][a[0]][a[1]].double() for b in whole if b[0] == "fit"])
         error = (half.source_mean("fit", a) - x.mean(0)).abs() / x.std(0)
         assert error.max() < 0.5 / half.count("fit") * 4
-    alone = Store.open(paths[0]).source_mean("fit", ("keys", 1))
-    torch.testing.assert_close(doubled.source_mean("fit", ("keys", 1)), alone, rtol=1e-9, atol=1e-9)
-    assert doubled.count("all") == 2 * Store.open(paths[0]).count("all")
+        # The scatter is half of that, as the count is.
+        scale = half.count("fit") / len(x)
+        wanted = (x - x.mean(0)).T @ (x - x.mean(0)) * scale
+        error = (half.source_scatter("fit", a, a) - wanted).abs() / wanted.diagonal().max()
+        assert error.max() < 2 / half.count("fit")
     recipes = [merge(order, tmp_path / f"{n}.zarr", weights=w).recipe
                for n, (order, w) in enumerate(((paths, [1, 3]), (paths[::-1], [3, 1])))]  # fmt: skip
     assert recipes[0] == recipes[1]
     assert sorted(entry["weight"] for entry in recipes[0]["weights"]) == [1.0, 3.0]
+
+
+def test_weights_make_no_tokens(tmp_path: Path) -> None:
+    """Verdicts ask how many tokens a map was fitted on; a weight of a hundred is no hundred times the text."""
+    given = batches(SIZES)
+    paths = shards(tmp_path, given, [4])
+    plain = merge(paths, tmp_path / "plain.zarr")
+    for name, weights in (("all", [100.0, 100.0]), ("few", [0.01, 0.01]), ("two", [2.0, 1.0]), ("half", [1.0, 0.5])):
+        merged = merge(paths, tmp_path / f"{name}.zarr", weights=weights)
+        merged.verify()
+        for split in ("fit", "holdout"):
+            own = [Store.open(path).count(split) for path in paths]
+            assert merged.count(split) == (plain.count(split) if name in ("all", "few") else own[0] + round(own[1] / 2))
+    two, half = (numbers(Store.open(tmp_path / f"{name}.zarr")) for name in ("two", "half"))
+    assert all(torch.equal(x, y) for x, y in zip(two, half, strict=True))
+    with pytest.raises(
+        OptionError, match=r"--weights: found 0\.001 of the largest for .*shard-1.*count as none, needed a larger"
+    ):
+        merge(paths, tmp_path / "none.zarr", weights=[1000, 1])
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
