@@ -16,6 +16,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 DTYPE = click.Choice(["auto", "float32", "bfloat16", "float16"])
 
 
+class Once(click.Option):
+    """An option that another command takes several times and this one takes once, where the last would silently win."""
+
+    def refuse_again(self) -> None:
+        """Refuse it, given again.
+
+        Raises:
+            UsageError: always.
+        """
+        raise click.UsageError(
+            f"{self.opts[0]}: found it twice, needed one: give further texts with --text NAME=DATASET, or join the files"
+        )
+
+
 class Place(click.types.StringParamType):
     """A path, or a ref, which may be a path. It expands ``~``, which the shell does not do in ``--out=~/pair.zarr``."""
 
@@ -182,7 +196,7 @@ def text_options(default: str | None) -> Callable[[F], F]:
     return _options(
         click.option("--dataset", type=ref, multiple=True, metavar="REF[=SHARE]", help=several)
         if default is None
-        else click.option("--dataset", type=ref, default=default, help=f"{_DATASET}."),
+        else click.option("--dataset", cls=Once, type=ref, default=default, help=f"{_DATASET}."),
         click.option("--dataset-config", help="Configuration of a Hub dataset."),
         click.option("--dataset-revision", help="Commit, tag or branch of a Hub dataset."),
         click.option("--split", default="train", help="Split of the dataset."),

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
+from kvfit.cli.arguments import Once
 from kvfit.errors import GateError, KvfitError, OptionError
 
 # The modules of each extra of the distribution. If one is missing when a verb needs it, the error names the extra.
@@ -69,6 +70,14 @@ class Verb(click.Command):
             option = ["--quiet"]
             about = "Show no progress, neither bars nor lines."
             self.params.append(click.Option(option, is_flag=True, expose_value=False, callback=_quieten, help=about))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read its words."""
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        for option in order:
+            if isinstance(option, Once) and order.count(option) > 1:
+                option.refuse_again()
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""

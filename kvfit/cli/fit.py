@@ -18,6 +18,7 @@ from kvfit.bundle.bundle import Bundle, add_files
 from kvfit.bundle.records import dump_json, parse_json
 from kvfit.cli.job import CONFIG, PARTS, Job, Values, as_words, option_names, words_of, work_folder
 from kvfit.errors import KvfitError, OptionError
+from kvfit.fit.capture.local_text import content_digest
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,18 @@ def run_fit(job: Job, out: str | Path, commands: Mapping[str, click.Command]) ->
     words = {part: words_of(job.parts.get(part, {}), commands[part], part) for part in PARTS}
     store = work / "pair.zarr"
     done = _done(work)
-    made = {"source": job.source, "target": job.target, "capture": words["capture"]}
+    texts = _local_texts(job.parts.get("capture", {}))
+    made = {"source": job.source, "target": job.target, "capture": words["capture"], "texts": texts}
     wanted = {**made, "solve": words["solve"]}
     if bundle.exists() and done.get("solve") != wanted:
         raise OptionError(
-            f"{bundle}: found a bundle that this job did not make, needed a new folder: choose another --out, or remove it"
+            f"{bundle}: found a bundle that this job did not make, or of text that has changed since, needed a new folder: "
+            "choose another --out, or remove it"
         )
     if store.exists() and done.get("capture", made) != made:
         raise OptionError(
-            f"{store}: found statistics of another job, needed those of this one: choose another --out, or remove {work}"
+            f"{store}: found statistics of another job, or of text that has changed since, needed those of this one: choose "
+            f"another --out, or remove {work}"
         )
     work.mkdir(parents=True, exist_ok=True)
     (work / CONFIG).write_text(job.to_yaml(), encoding="utf-8")
@@ -88,20 +92,46 @@ def run_fit(job: Job, out: str | Path, commands: Mapping[str, click.Command]) ->
         _remember(work, solve=wanted)
         _run(commands["solve"], [str(store), "--out", str(bundle), *words["solve"]])
     add_files(bundle, {CONFIG: job.to_yaml(published=True).encode()})
-    line = _evaluate(job, bundle, work, words["evaluate"], commands["evaluate"])
+    line = judge(job, bundle, work, words["evaluate"], commands["evaluate"])
     pushed = _run(commands["push"], [str(bundle), *words["push"]]) if words["push"] else None
     return Fitted(bundle, store, Bundle.open(bundle, verify=False).verdict, line, pushed)
 
 
-def _evaluate(job: Job, bundle: Path, work: Path, words: list[str], command: click.Command) -> str:
-    """Evaluate the bundle, unless it has passed the same evaluation before. Returns the last line that `evaluate` printed."""
-    judged = {"evaluate": words, "weights": Bundle.open(bundle, verify=False).weights_digest}
-    done = _done(work)
-    if done.get("evaluate") == judged and Bundle.open(bundle, verify=False).verdict == "pass":
+def judge(job: Job, bundle: Path, work: Path, words: list[str], command: click.Command) -> str:
+    """Evaluate a bundle, unless it has passed the same evaluation on the same text before.
+
+    Args:
+        job: which models, and which text.
+        bundle: its folder.
+        work: where the job keeps what it has done.
+        words: options of `evaluate`.
+        command: ``evaluate``.
+
+    Returns:
+        The last line that `evaluate` printed.
+    """
+    opened, done = Bundle.open(bundle, verify=False), _done(work)
+    wanted = {"words": words, "texts": _local_texts(job.parts.get("evaluate", {})), "weights": opened.weights_digest}
+    if done.get("evaluate") == {**wanted, "result": opened.digests.get("evaluation.json")} and opened.verdict == "pass":
         return str(done.get("line", ""))
     line = _run(command, [str(bundle), "--source", job.source, "--target", job.target, *words])
-    _remember(work, evaluate=judged, line=line)
+    result = Bundle.open(bundle, verify=False).digests.get("evaluation.json")
+    _remember(work, evaluate={**wanted, "result": result}, line=line)
     return line
+
+
+def _local_texts(values: Values) -> dict[str, str]:
+    """A digest of every local text that a part's options name, so that a changed file is noticed."""
+    found = {}
+    for name in ("dataset", "text"):
+        words = values.get(name, [])
+        for word in words if isinstance(words, list) else [words]:
+            # A file, REF=SHARE or NAME=DATASET; a file may have the sign in its name.
+            paths = (Path(ref).expanduser() for ref in (word, word.rpartition("=")[0], word.partition("=")[2]) if ref)
+            path = next((path for path in paths if path.exists()), None)
+            if path is not None:
+                found[word] = content_digest(path)
+    return found
 
 
 def _plan(job: Job, command: click.Command) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import click
 import yaml
 
+from kvfit.cli.arguments import Once
 from kvfit.errors import OptionError
 
 PARTS = ("capture", "solve", "evaluate", "push")
@@ -126,6 +127,8 @@ def parse_options(words: Sequence[str], commands: Mapping[str, click.Command]) -
         else:
             raise OptionError(f"--{name}: found nothing after it, needed a value")
         for each in ("capture", "evaluate") if part == "capture" and name in LOADING else (part,):
+            if isinstance(option, Once) and name in found[each]:
+                option.refuse_again()
             if option.multiple:
                 found[each].setdefault(name, []).append(value)
             else:

@@ -6,6 +6,7 @@ although only one is needed, and skips some files of a folder silently.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -62,6 +63,17 @@ class LocalRows:
                 if number >= self._start:
                     yield row
                 number += 1
+
+
+def content_digest(path: Path) -> str:
+    """SHA-256 of a file, or of the names and the content of all files of a folder that may hold documents."""
+    found = hashlib.sha256()
+    for file in _files(path):
+        found.update(f"{file.relative_to(path).as_posix()}\0{file.stat().st_size}\0".encode("utf-8", "surrogateescape"))
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                found.update(block)
+    return found.hexdigest()
 
 
 def _files(path: Path) -> list[Path]:
