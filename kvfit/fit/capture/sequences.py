@@ -183,11 +183,20 @@ def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) 
 
 def _ids(tokenizer: Any, text: str, limit: int | None) -> list[int]:
     # Characters far beyond the limit are not tokenized. Tokens of real vocabularies are shorter than 32 characters on average.
-    ids: list[int] = tokenizer(text if limit is None else text[: limit * 32], add_special_tokens=True)["input_ids"]
+    ids = with_one_beginning(tokenizer, text if limit is None else text[: limit * 32])
+    return ids if limit is None else ids[:limit]
+
+
+def with_one_beginning(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text with its special tokens, of which the beginning of sequence stands there once at most.
+
+    Text from a chat template often begins with the token that the tokenizer puts before every text.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=True)["input_ids"]
     bos = tokenizer.bos_token_id
     while bos is not None and ids[:2] == [bos, bos]:
         del ids[0]
-    return ids if limit is None else ids[:limit]
+    return ids
 
 
 def _check_unchanged(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> None:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import MismatchError
 from kvfit.fit.capture import models
+from kvfit.fit.capture.sequences import with_one_beginning
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm
 from kvfit.model import cache as caches
@@ -134,8 +135,9 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Ids of a text."""
-        wanted = True if add_special_tokens is None else add_special_tokens
-        ids: list[int] = self.tokenizer(string, add_special_tokens=wanted)["input_ids"]
+        if add_special_tokens is None or add_special_tokens:
+            return with_one_beginning(self.tokenizer, string)
+        ids: list[int] = self.tokenizer(string, add_special_tokens=False)["input_ids"]
         return ids
 
     def prompt_cache(self, prompt: list[int]) -> arms.Rewindable:

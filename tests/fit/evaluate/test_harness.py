@@ -176,3 +176,26 @@ def test_what_cannot_be_moved_is_refused(bundle: Path, tiny_pair: tuple[Path, Pa
     assert made._fitted(list(range(30)), 5) == list(range(15, 30))
     with pytest.raises(MismatchError, match="max_length"):
         made._fitted([1], 20)
+
+
+def test_a_prompt_begins_once(bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
+    """A chat template writes the beginning of sequence that the tokenizer adds to every text."""
+    made = model(bundle, tiny_pair, "native")
+    plain = made.tok_encode("And Moses said")
+    made.tokenizer = Begins(made.tokenizer)
+    assert made.tok_encode("<bos>And Moses said") == made.tok_encode("And Moses said") == [7, *plain]
+    assert made.tok_encode("<bos>And Moses said", add_special_tokens=False) == [7, *plain]
+    assert made._encode_pair("<bos>And Moses", " said")[0][:2] == [7, plain[0]]
+
+
+class Begins:
+    """A tokenizer that puts token 7 before every text, and reads ``<bos>`` as it."""
+
+    bos_token_id = 7
+
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        written = [7] if text.startswith("<bos>") else []
+        return {"input_ids": [7] * add_special_tokens + written + self.plain(text.removeprefix("<bos>"))["input_ids"]}
