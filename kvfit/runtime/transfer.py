@@ -131,11 +131,12 @@ class Transfer:
     @torch.no_grad()
     def layer_by_layer(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The requested layers in order, each as soon as it is mapped. The inputs of all tokens stay in memory."""
-        for _, pair in self._exact_layers():
-            yield pair
         width = self.columns.width if self.maps.basis is None else self.maps.basis.shape[1]
         shape = (self.heads, self.batch * self.total, width)
+        # Before anything is given away: what a caller does with its source's cache afterwards makes no difference.
         chunks = list(self._chunks(torch.empty(shape, dtype=self.inputs_at.dtype, device=self.inputs_at.device)))
+        for _, pair in self._exact_layers():
+            yield pair
         for layer_index, place in self.places.items():
             halves = self._empty(place)
             for chunk in chunks:

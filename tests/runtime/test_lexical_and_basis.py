@@ -164,6 +164,20 @@ def test_streaming_maps_a_layer_when_it_is_asked_for():
     assert len(list(stream)) == 2
 
 
+@pytest.mark.parametrize(("lags", "rank"), [((), None), ((0, 1), None), ((0, 1), 9)])
+def test_a_stream_has_read_its_source_before_it_gives_anything_away(lags, rank):
+    """An engine may use the memory of the source's blocks again once the first layer is here."""
+    mapper = make(lags, rank)
+    pairs, given = random_pairs(mapper.spec.source, 2, 7), first_layer_of(mapper, 2, 7) if lags else None
+    wanted = mapper.transfer_layers(pairs, first_layer=given)
+    stream = mapper.stream_layers(pairs, first_layer=given, chunk_tokens=5)
+    found = [next(stream)]
+    for half in (half for pair in pairs for half in pair):
+        half.zero_()
+    found += stream
+    assert worst(found, wanted) < 1e-6
+
+
 def refusals():
     given = first_layer_of(make(), 2, 5)
     yield "nothing", {}, "input_ids: found none, needed the ids"
