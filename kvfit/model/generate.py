@@ -32,8 +32,9 @@ def generate(model: Any, input_ids: Tensor, cache: Any, /, *, attention_mask: Te
     Args:
         model: a causal language model.
         input_ids: (B, S), the whole prompt, cached tokens included.
-        cache: a transformers cache of at most S - 1 tokens. It grows in place; with n beams or sequences per prompt its batch
-            also becomes n times as large.
+        cache: a transformers cache of at most S - 1 tokens. It grows in place; with n sequences per prompt its batch also
+            becomes n times as large. After beam search it holds the prompts alone, one row for each returned sequence, because
+            the order of the beams' rows is not known. It is empty then where a window has dropped tokens.
         attention_mask: (B, S), 0 on the padding of a left-padded batch; all ones by default.
         **kwargs: arguments of ``model.generate``: ``max_new_tokens``, ``do_sample``, ``num_beams``, ``generation_config``, ...
 
@@ -65,7 +66,33 @@ def generate(model: Any, input_ids: Tensor, cache: Any, /, *, attention_mask: Te
         cache.batch_repeat_interleave(copies)
     # Compiled passes belong to the model object, so a copy of it would have to compile again.
     runner = model if compiled else _checked(model, cache, chunked=_of(model, kwargs, "prefill_chunk_size") is not None)
-    return runner.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache}, **settings)
+    result = runner.generate(input_ids, attention_mask=attention_mask, **{cache_argument(model): cache}, **settings)
+    beams = int(_of(model, kwargs, "num_beams") or 1)
+    if beams > 1:
+        _keep_prompts(cache, input_ids.shape[1], beams, int(_of(model, kwargs, "num_return_sequences") or 1))
+    return result
+
+
+def _keep_prompts(cache: Any, length: int, beams: int, returned: int) -> None:
+    """Crop a cache after beam search to the prompts.
+
+    Its rows hold the beams before the last choice and not the returned sequences, so the next turn of a conversation would
+    continue other text. All beams of a prompt share the prompt.
+
+    Args:
+        cache: a cache with B * `beams` rows.
+        length: tokens of the prompts.
+        beams: beams of each prompt.
+        returned: returned sequences of each prompt; the cache gets one row for each.
+    """
+    layers = [layer for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.dim() == 4]
+    if any(int(layer.get_seq_length()) > layer.keys.shape[2] for layer in layers):
+        length = 0
+    for layer in layers:
+        rows = torch.arange(len(layer.keys) // beams * returned, device=layer.keys.device) // returned * beams
+        layer.keys, layer.values = layer.keys[rows, :, :length], layer.values[rows, :, :length]
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
 
 
 def _check(model: Any, input_ids: Any, cache: Any, kwargs: dict[str, Any]) -> None:
