@@ -165,7 +165,9 @@ def capture(source: str, target: str, out: str, as_json: bool, **values: Any) ->
 @click.command(cls=Verb)
 @click.argument("stores", nargs=-1, required=True, type=path)
 @click.option("--out", required=True, type=path, help="The merged store; must not exist.")
-@click.option("--weights", callback=numbers, metavar="W,W,...", help="Weight of each store, relative to the largest; default: 1 each.")
+@click.option(
+    "--weights", callback=numbers, metavar="W,W,...", help="Weight of each store, relative to the largest; default: 1 each."
+)
 @json_option
 def merge(stores: tuple[str, ...], out: str, weights: tuple[float, ...] | None, as_json: bool) -> None:
     """Merge STORES that were captured with the same recipe into one store."""

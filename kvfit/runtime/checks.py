@@ -11,7 +11,7 @@ from torch import Tensor
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
 from kvfit.runtime.features import Pairs
-from kvfit.spec import KINDS, ModelSpec
+from kvfit.spec import KINDS, MapperSpec, ModelSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -138,3 +138,81 @@ def check_ids(input_ids: Any, batch: int, total: int) -> Tensor:
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise MismatchError(f"input_ids: found {input_ids.dtype}, needed token ids as torch.int64")
     return input_ids
+
+
+def check_source_ids(source_ids: Any, source_cache: Any, input_ids: Tensor, mask: Tensor) -> None:
+    """Refuse a source's cache that was filled with other ids than the conversation begins with.
+
+    Args:
+        source_ids: the ids that it was filled with, as the caller says.
+        source_cache: the cache.
+        input_ids: (B, S), the conversation.
+        mask: (B, S), 0 on padding, which may be any id.
+
+    Raises:
+        MismatchError: names their shape, or the first token that differs.
+    """
+    batch, _, total, _ = caches.read_cache(source_cache)[0][0].shape
+    if not isinstance(source_ids, Tensor) or tuple(source_ids.shape) != (batch, total):
+        found = tuple(source_ids.shape) if isinstance(source_ids, Tensor) else type(source_ids).__name__
+        raise MismatchError(
+            f"source_ids: found {found}, needed ({batch}, {total}) ids, one for each token in source_cache: what generate "
+            "returns has one more than its cache, so pass [:, :-1] of it"
+        )
+    if batch != len(input_ids) or total > input_ids.shape[1]:
+        return  # a cache that does not fit the conversation is refused for that
+    differs = (source_ids.to(input_ids.device) != input_ids[:, :total]) & (mask[:, :total] != 0)
+    if bool(differs.any()):
+        row, token = differs.nonzero()[0].tolist()
+        raise MismatchError(
+            f"source_ids: found id {int(source_ids[row, token])} at row {row}, token {token}, needed "
+            f"{int(input_ids[row, token])} as input_ids has: let the source read this conversation, and hand over that cache"
+        )
+
+
+def check_vocabulary(spec: MapperSpec, input_ids: Tensor, mask: Tensor) -> None:
+    """Refuse ids that the tokenizer of the fit cannot give, where its specs say how many it can.
+
+    Such a token was added later. The map has never seen one, and its row of the embedding is no part of a model's identity.
+
+    Args:
+        spec: the mapper's.
+        input_ids: (B, S), the conversation.
+        mask: (B, S), 0 on padding, which may be any id.
+
+    Raises:
+        MismatchError: names the first such token.
+    """
+    counts = [model.content.n_ids for model in (spec.source, spec.target) if model.content is not None]
+    if not counts:
+        return
+    unknown = (input_ids >= min(counts)) & (mask != 0)
+    if bool(unknown.any()):
+        row, token = unknown.nonzero()[0].tolist()
+        raise MismatchError(
+            f"input_ids: found id {int(input_ids[row, token])} at row {row}, token {token}, needed ids below {min(counts)}, "
+            "which are all that the tokenizer had when the map was fitted: fit a mapper with the tokens that were added since"
+        )
+
+
+def common_tokens(target: ModelSpec, target_cache: Any, target_ids: Any, input_ids: Tensor) -> int:
+    """How many first tokens the target's cache and a conversation, without its last token, have in common.
+
+    Args:
+        target: the target's spec.
+        target_cache: a cache of the target.
+        target_ids: (B, n), the ids that it was made from.
+        input_ids: (B, S), the conversation.
+
+    Raises:
+        MismatchError: the cache is not the target's, or the ids are not of all of its tokens.
+    """
+    batch, length = input_ids.shape
+    held = check_target(target, target_cache, batch, length - 1, name="target_cache")
+    shape = tuple(target_ids.shape) if isinstance(target_ids, Tensor) else None
+    if target_ids is None or shape is None or len(shape) != 2 or shape[0] != batch or shape[1] < held:
+        found = type(target_ids).__name__ if shape is None else shape
+        raise MismatchError(f"target_ids: found {found}, needed ({batch}, n) ids of all {held} tokens in target_cache")
+    most = min(held, length - 1)
+    differs = (target_ids[:, :most].to(input_ids.device) != input_ids[:, :most]).any(0)
+    return int(differs.int().argmax()) if bool(differs.any()) else most

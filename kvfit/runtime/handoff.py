@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import KvfitError, MismatchError
+from kvfit.model.cache import cache_length
+from kvfit.model.decoder import unwrapped
 from kvfit.model.generate import generate
 from kvfit.model.identity import require_model
+from kvfit.runtime.checks import check_source_ids
 from kvfit.runtime.mapper import Mapper
 from kvfit.runtime.mover import Filled, Mover
 from kvfit.runtime.request import Wanted, checked_ids, checked_mask
@@ -73,11 +76,17 @@ class Handoff:
             The result of ``generate``: the conversation and the new tokens, (B, S + new), or its output object.
 
         Raises:
-            MismatchError: the cache holds the whole conversation, because this was called before; or an argument asks for
-                another cache.
+            MismatchError: the cache holds the whole conversation, because this was called before, or fewer tokens than this
+                handoff left in it, because another handoff has taken it; or an argument asks for another cache.
         """
         if "attention_mask" in kwargs:
             raise MismatchError("attention_mask: found a value, needed none, because the handoff keeps its own: drop it")
+        held, left = cache_length(self.cache), self.input_ids.shape[1] - self.remaining_ids.shape[1]
+        if held < left:
+            raise MismatchError(
+                f"cache: found {held} tokens, needed the {left} that this handoff left in it: another handoff (target_cache=) "
+                "or beam search has changed it since; keep a copy where a conversation branches"
+            )
         return generate(self.target_model, self.input_ids, self.cache, attention_mask=self.attention_mask, **kwargs)
 
 
@@ -88,6 +97,7 @@ def handoff(
     input_ids: Tensor,
     source_cache: Any,
     *,
+    source_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     exact_head: int = 1,
     exact_tail: int = 0,
@@ -107,7 +117,8 @@ def handoff(
     other tokens in some rows. Its positions must follow from the mask, with 0 for the first real token of each row: for a
     left-padded batch, ``forward`` of transformers needs ``position_ids``, which only ``generate`` computes by itself. Wrong
     tokens and wrong positions are refused if the source is known: up to 32 tokens per row are compared after
-    ``mapper.bind(source, target)``, up to 1,024 if the source is the `guide`. Without the source they cannot be detected.
+    ``mapper.bind(source, target)``, up to 1,024 if the source is the `guide`. If the source runs elsewhere, pass `source_ids`:
+    all tokens are compared then, but not their positions.
 
     Args:
         mapper: the mapper from the source to the target.
@@ -115,7 +126,10 @@ def handoff(
         input_ids: (B, S), the whole conversation in ids of the target, on any device. The source's cache covers its first T
             tokens, T <= S.
         source_cache: the source's cache; it is not changed.
-        attention_mask: (B, S), for left-padded batches: 0 on padding. All ones by default.
+        source_ids: (B, T), the ids that the source's cache was filled with, one per token. All but padding are compared with
+            `input_ids`. The result of ``generate`` has one token more than its cache.
+        attention_mask: (B, S), for left-padded batches: 0 on padding. All ones by default, with a warning if some rows begin
+            with the target's padding token.
         exact_head: number of first tokens that the target runs itself.
         exact_tail: number of last tokens of the moved prefix that the target runs itself.
         recompute: share of the moved prefix, 0 to 1, that the target runs again: the tokens that `guide` attends to (see
@@ -147,12 +161,16 @@ def handoff(
     require_model(target_model, "target_model")
     input_ids = checked_ids(target_model, input_ids)
     mask = checked_mask(input_ids, attention_mask)
+    if attention_mask is None and len(input_ids) > 1:
+        _warn_of_padding(target_model, input_ids)
     mover = Mover(target_model, input_ids, mask)
     if isinstance(mapper, Mapper) and isinstance(recompute, int | float) and exact_tokens is None:
         _warn_of_less(mapper, recompute)
     reason = None
     try:
         wanted = Wanted(exact_head, exact_tail, recompute, guide, exact_tokens)
+        if source_ids is not None:
+            check_source_ids(source_ids, source_cache, input_ids, mask)
         filled = mover.move(mapper, source_cache, wanted, target_cache, target_ids)
     except Exception as error:
         if on_error == "raise":
@@ -178,6 +196,21 @@ def _handoff(mover: Mover, filled: Filled, reason: str | None) -> Handoff:
         attention_mask=mover.mask,
         seconds=mover.seconds,
     )
+
+
+def _warn_of_padding(target_model: Any, input_ids: Tensor) -> None:
+    """A batch of several lengths without its mask: padding would be read as text, and shift all that follows it."""
+    settings = getattr(unwrapped(target_model), "generation_config", None)
+    padding = getattr(settings, "pad_token_id", None)
+    if not isinstance(padding, int) or padding == getattr(settings, "bos_token_id", None):
+        return
+    begins = input_ids[:, 0] == padding
+    if bool(begins.any() & ~begins.all()):
+        warnings.warn(
+            f"input_ids: found {int(begins.sum())} of {len(begins)} rows that begin with token {padding}, which the target "
+            "pads with, and no attention_mask: pass the one that the tokenizer gave",
+            stacklevel=4,  # handoff and torch's no_grad are between this and the caller
+        )
 
 
 def _warn_of_less(mapper: Mapper, recompute: float) -> None:

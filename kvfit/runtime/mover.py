@@ -24,13 +24,14 @@ from torch import Tensor
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.placeholders import Placeholders
-from kvfit.runtime.checks import check_source, check_target
+from kvfit.runtime.checks import check_source, check_vocabulary, common_tokens
 from kvfit.runtime.features import Pairs
 from kvfit.runtime.mapper import Mapper
 from kvfit.runtime.passes import check_mapped, check_ran, run, undone_on_error
 from kvfit.runtime.recompute import guided_tokens
 from kvfit.runtime.request import Wanted
 from kvfit.runtime.rewrite import full_copy, refuse_static, rewrite
+from kvfit.runtime.same_tokens import check_held_tokens
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Mover:
         if not isinstance(mapper, Mapper):
             raise MismatchError(f"mapper: found {type(mapper).__name__}, needed a Mapper: load_mapper(...) gives one")
         mapper.check_models(None, self.model)
+        check_vocabulary(mapper.spec, self.input_ids, self.mask)
         reused = self._common(mapper, target_cache, target_ids)
         if target_cache is not None and target_cache is source_cache:
             raise MismatchError("target_cache: found source_cache itself, needed a cache that the target may change")
@@ -123,7 +125,9 @@ class Mover:
         if not wanted.recompute:  # with a guide, more tokens are compared later
             mapper.check_tokens(pairs, self.input_ids, self.mask)
         windowed = any(window is not None for window in mapper.spec.target.windows)
-        tokens = self._chosen(wanted, pairs, min(parts.tail, pairs[0][0].shape[2]), reused if windowed else 0)
+        # Where the target runs all that is moved, there is nothing that it could run better.
+        own = parts.tail <= parts.head and not reused
+        tokens = None if own else self._chosen(wanted, pairs, min(parts.tail, pairs[0][0].shape[2]), reused if windowed else 0)
         if tokens is not None:
             mapper.check_rewrite(self.model)
             if target_cache is not None:
@@ -270,15 +274,10 @@ class Mover:
         """How many first tokens the target's cache shares with the conversation, not counting the conversation's last token."""
         if target_cache is None:
             return 0
-        batch, length = self.input_ids.shape
-        held = check_target(mapper.spec.target, target_cache, batch, length - 1, name="target_cache")
-        shape = tuple(target_ids.shape) if isinstance(target_ids, Tensor) else None
-        if target_ids is None or shape is None or len(shape) != 2 or shape[0] != batch or shape[1] < held:
-            found = type(target_ids).__name__ if shape is None else shape
-            raise MismatchError(f"target_ids: found {found}, needed ({batch}, n) ids of all {held} tokens in target_cache")
-        most = min(held, length - 1)
-        differs = (target_ids[:, :most].to(self.input_ids.device) != self.input_ids[:, :most]).any(0)
-        return int(differs.int().argmax()) if bool(differs.any()) else most
+        reused = common_tokens(mapper.spec.target, target_cache, target_ids, self.input_ids)
+        if reused and mapper.spec.lexical_lags:  # then layer 0 is exact, mapped or run
+            check_held_tokens(self.model, target_cache, self.input_ids, reused, self.mask)
+        return reused
 
     def _real(self) -> Tensor | None:
         return self.mask if self.padding else None

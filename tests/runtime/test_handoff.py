@@ -665,3 +665,98 @@ def test_plain_tensors_are_a_source(pair):
     ids = tokens(1, 16)
     pairs = caches.read_cache(prefilled(source, ids))
     assert same(handoff(mapper, target, ids, pairs).cache, handoff(mapper, target, ids, cache_of(pairs)).cache)
+
+
+def lexical_identity(model):
+    """A model to itself, exact in every layer, that reads the target's first layer with weight zero."""
+    side = spec_of(model)
+    spec = mapper_spec(side, side, [[i] for i in range(side.n_layers)], lexical_lags=(0, 1))
+    weights = {}
+    for layer in spec.layers:
+        weight = torch.zeros(spec.weight_shape(layer.kind, layer.layer_index))
+        weight[: side.width] = torch.eye(side.width)
+        weights[layer.kind, layer.layer_index] = (weight, torch.zeros(side.width))
+    return Mapper(spec, weights)
+
+
+def small_model(name="qwen3"):
+    return zoo.build(next(family for family in zoo.FAMILIES if family.name == name))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("returned", [1, 2])
+def test_a_turn_after_beam_search_goes_on_from_what_was_said(name, returned):
+    """The rows of a cache that beams leave are not those of the sequences that are returned."""
+    model = small_model(name)
+    mapper = identity_mapper(model)
+    ids = torch.randint(5, 90, (2, 30), generator=torch.Generator().manual_seed(0))
+    moved = handoff(mapper, model, ids, prefilled(model, ids, cache=caches.full_cache()))
+    answer = moved.generate(max_new_tokens=10, num_beams=4, num_return_sequences=returned, pad_token_id=0)
+    longer = torch.cat([answer, answer[:, :4] + 1], 1)
+    source = prefilled(model, longer, cache=caches.full_cache())
+    second = handoff(mapper, model, longer, source, target_cache=moved.cache, target_ids=answer)
+    assert second.n_reused == (30 if name == "qwen3" else 0)  # a window has dropped what a shorter cache would need
+    close(second.cache, prefilled(model, longer[:, :-1]))
+
+
+def other_text(ids):
+    """As another tokenization of the same text: from some token on everything is one place further."""
+    other = ids.clone()
+    other[:, 12:-1] = ids[:, 13:]
+    return other
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_a_target_cache_of_other_tokens_than_its_ids_say(name):
+    model = small_model(name)
+    mapper = lexical_identity(model)
+    ids = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+    held = prefilled(model, ids[:, :30])
+    wrong = other_text(ids)
+    source = prefilled(model, wrong, cache=caches.full_cache())
+    before = content(held)
+    with pytest.raises(MismatchError, match="target_cache: found keys and values of another token than input_ids has at row 0"):
+        handoff(mapper, model, wrong, source, target_cache=held, target_ids=wrong[:, :30])
+    fallen = handoff(mapper, model, wrong, source, target_cache=held, target_ids=wrong[:, :30], on_error="prefill")
+    assert (fallen.status, fallen.n_reused) == ("fallback_prefill", 0)
+    assert same(held, before)
+    right = prefilled(model, ids, cache=caches.full_cache())
+    moved = handoff(mapper, model, ids, right, target_cache=held, target_ids=ids[:, :30])
+    assert moved.n_reused == 30
+    close(moved.cache, prefilled(model, ids[:, :39]))
+
+
+def test_a_target_cache_of_a_turn_with_another_mask():
+    """The mask of the turn before was forgotten: every token of the padded row would stand elsewhere."""
+    model = small_model()
+    mapper = lexical_identity(model)
+    ids = torch.randint(5, 90, (2, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    first = handoff(mapper, model, ids[:, :20], prefilled(model, ids[:, :19], mask[:, :19]), attention_mask=mask[:, :20])
+    held = {"target_cache": first.cache, "target_ids": ids[:, :19]}
+    with pytest.raises(
+        MismatchError, match="target_cache: found keys and values at another position than attention_mask gives"
+    ):
+        handoff(mapper, model, ids, prefilled(model, ids), **held)
+    second = handoff(mapper, model, ids, prefilled(model, ids, mask), attention_mask=mask, **held)
+    assert second.n_reused == 19
+
+
+def test_a_conversation_whose_cache_another_handoff_has_taken():
+    """The first conversation would go on in the middle of the second."""
+    model = small_model()
+    mapper = identity_mapper(model)
+    ids = torch.randint(5, 90, (1, 30), generator=torch.Generator().manual_seed(0))
+    other = torch.cat([ids[:, :8], ids[:, 9:20]], 1)
+    first = handoff(mapper, model, ids, prefilled(model, ids))
+    handoff(mapper, model, other, prefilled(model, other), target_cache=first.cache, target_ids=ids)
+    with pytest.raises(
+        MismatchError, match="cache: found 18 tokens, needed the 29 that this handoff left in it: another handoff"
+    ):
+        first.generate(max_new_tokens=4)
+    windowed = small_model("gemma3")
+    moved = handoff(identity_mapper(windowed), windowed, ids, prefilled(windowed, ids, cache=caches.full_cache()))
+    moved.generate(max_new_tokens=4, num_beams=2, pad_token_id=0)
+    with pytest.raises(MismatchError, match="cache: found 0 tokens, needed the 29"):
+        moved.generate(max_new_tokens=4)

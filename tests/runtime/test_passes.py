@@ -354,6 +354,23 @@ def test_placeholders_are_not_run(place, arguments, refused):
     assert handoff(mapper, model, ids, source, **arguments).status == "applied"
 
 
+def test_what_was_seen_is_not_compared_with_the_placeholders_embedding():
+    """The cache holds what pixels made; that the ids tell something else is no sign of another conversation."""
+    model = build()
+    ids = tokens(1, 40)
+    seen = ids.clone()
+    ids[0, 10:14] = 90
+    mapper, source = identity_mapper(model), prefilled(model, seen)  # other embeddings than those of token 90
+    with pytest.raises(MismatchError, match="of another token than input_ids has at row 0, token 1"):
+        handoff(mapper.bind(model, model), model, ids, source)
+    model.config.image_token_id = 90
+    for arguments in ({}, {"recompute": 0.4, "guide": model}):
+        assert handoff(mapper.bind(model, model), model, ids, source, **arguments).status == "applied"
+    ids[0, 20] = 89
+    with pytest.raises(MismatchError, match="of another token than input_ids has at row 0, token 20"):
+        handoff(mapper.bind(model, model), model, ids, source, recompute=0.4, guide=model)
+
+
 def test_guided_recompute_leaves_placeholders_alone():
     model = build()
     ids = tokens(1, 40)

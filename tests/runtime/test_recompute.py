@@ -130,6 +130,20 @@ def test_all_tokens_are_a_prefill_and_none_a_transfer(pair, head, paddings):
         assert none.recomputed is None
 
 
+@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_a_prompt_that_the_target_runs_itself_has_nothing_to_run_again(pair, length, padding):
+    """The head covers what is moved: a prompt of two tokens, or the padding of a batch of short ones."""
+    source, target, mapper = pair
+    ids = tokens(2, length + padding)
+    mask = left_padded(ids, (padding, 0))
+    cache = prefilled(source, ids, mask)
+    for arguments in ({"recompute": 0.5, "guide": source}, {"recompute": "auto", "guide": source}, {"exact_tokens": [0]}):
+        moved = handoff(mapper, target, ids, cache, attention_mask=mask, exact_head=length, **arguments)
+        assert (moved.n_mapped, moved.n_exact, moved.recomputed) == (0, length + padding - 1, None)
+        close(moved.cache, prefilled(target, ids[:, :-1], mask[:, :-1]))
+
+
 @pytest.mark.parametrize("name", ["gemma3", "qwen2-window", "mistral-window"])
 def test_windows(name):
     model = build(name, "sdpa")

@@ -1,5 +1,7 @@
 """Slips of a caller: each is an error of kvfit's own that says what was found, what was needed and what to do."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from kvfit import handoff
 from kvfit.errors import KvfitError, MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.generate import generate
+from kvfit.model.identity import describe_model
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +276,85 @@ def test_other_weights_say_what_to_do(pair):
             weight.copy_(kept)
     assert "field weight_fingerprint: found " in str(caught.value)
     assert max(len(word) for word in str(caught.value).split()) < 30
+
+
+def test_source_ids_tell_a_cache_of_another_text(pair):
+    """Where no source is bound, nothing else does: the same cache passes without them."""
+    source, target, known = pair
+    mapper = random_mapper(known.spec)  # that has met no source
+    cache = prefilled(source, IDS[:, :10])
+    other = IDS.clone()
+    other[1, 4] += 1
+    assert handoff(mapper, target, other, cache).status == "applied"  # the hole that they close
+    with pytest.raises(
+        MismatchError, match=rf"source_ids: found id {int(IDS[1, 4])} at row 1, token 4, needed {int(other[1, 4])}"
+    ):
+        handoff(mapper, target, other, cache, source_ids=IDS[:, :10])
+    fallen = handoff(mapper, target, other, cache, source_ids=IDS[:, :10], on_error="prefill")
+    assert (fallen.status, fallen.n_exact) == ("fallback_prefill", 11)
+    plain = handoff(mapper, target, IDS, cache)
+    for same_ids in (IDS[:, :10], IDS[:, :10].int()):
+        assert same(handoff(mapper, target, IDS, cache, source_ids=same_ids).cache, plain.cache)
+
+
+def test_source_ids_are_one_for_each_token_of_the_cache(pair):
+    source, target, mapper = pair
+    cache = prefilled(source, IDS[:, :10])
+    for wrong, found in (
+        (IDS[:, :11], r"\(2, 11\)"),
+        (IDS[:, :9], r"\(2, 9\)"),
+        (IDS[:1, :10], r"\(1, 10\)"),
+        (IDS.tolist(), "list"),
+    ):
+        with pytest.raises(MismatchError, match=rf"source_ids: found {found}, needed \(2, 10\) ids.*\[:, :-1\]"):
+            handoff(mapper, target, IDS, cache, source_ids=wrong)
+    with pytest.raises(MismatchError, match="source_cache: found 2 sequences of 10 tokens, needed 2 of at most 8"):
+        handoff(mapper, target, IDS[:, :8], cache, source_ids=IDS[:, :10])
+
+
+def test_source_ids_on_padding_may_be_any(pair):
+    source, target, mapper = pair
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = 0
+    read = torch.where(mask == 0, 7, IDS)
+    moved = handoff(mapper, target, IDS, prefilled(source, read, mask), attention_mask=mask, source_ids=read)
+    assert moved.status == "applied"
+
+
+def test_ids_that_came_after_the_fit_are_refused():
+    """A token added to the tokenizer: no map has seen it, and no digest covers its row of the embedding."""
+    from zoo import FAMILIES, Tokenizer, build
+
+    model = build(next(family for family in FAMILIES if family.name == "qwen3"))
+    side = describe_model(model, Tokenizer(90), ref="org/name", revision=None)
+    mapper = random_mapper(mapper_spec(side, side, [[0], [1], [2]]))
+    ids = IDS % 90
+    assert handoff(mapper, model, ids, prefilled(model, ids)).status == "applied"
+    ids[1, 3] = 90
+    with pytest.raises(MismatchError, match="input_ids: found id 90 at row 1, token 3, needed ids below 90"):
+        handoff(mapper, model, ids, prefilled(model, ids))
+    assert handoff(mapper, model, ids, prefilled(model, ids), on_error="prefill").status == "fallback_prefill"
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0  # padding may be any id
+    assert handoff(mapper, model, ids, prefilled(model, ids, mask), attention_mask=mask).status == "applied"
+
+
+def test_a_padded_batch_without_its_mask_warns(pair):
+    """Nothing else tells: the source's cache may be right for the mask that was forgotten."""
+    source, target, known = pair
+    mapper = random_mapper(known.spec)  # that has met no source
+    assert target.generation_config.pad_token_id == 0
+    ids = IDS.clone()
+    ids[0, :3] = 0
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    cache = prefilled(source, ids, mask)
+    with pytest.warns(UserWarning, match="found 1 of 2 rows that begin with token 0, .* and no attention_mask") as caught:
+        handoff(mapper, target, ids, cache)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handoff(mapper, target, ids, cache, attention_mask=mask)
+        handoff(mapper, target, ids[:1], [(keys[:1], values[:1]) for keys, values in caches.read_cache(cache)])
+        ids[1, 0] = 0  # a beginning that all rows have is none that a longer row would lack
+        handoff(mapper, target, ids, prefilled(source, ids))
