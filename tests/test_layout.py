@@ -44,8 +44,6 @@ MOST_LINES, MOST_CODE, MOST_PARAMETERS = 300, 60, 8
 WIDE = {
     "fit.capture.capture.capture": "a public verb: every one but three is an option with a default",
     "fit.evaluate.harness.KvfitLM.__init__": "lm-evaluation-harness passes options by name from one string",
-    "fit.evaluate.likelihood.likelihood": "every one but four is an option with a default",
-    "fit.evaluate.recall.recall_table": "every one but four is an option with a default",
     "hub.load.load_mapper": "a public call: every one is an option with a default",
     "hub.push.push": "a public verb: every one but two is an option with a default",
     "runtime.handoff.handoff": "a public call: every one but four is an option with a default",

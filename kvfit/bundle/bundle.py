@@ -60,8 +60,8 @@ class Bundle:
             folder: the bundle.
             verify: False to leave the digests of the weight files to `check_weight_files`. All other checks stay.
 
-            Raises:
-                BundleError: the format does not allow something; names the file and the field.
+        Raises:
+            BundleError: the format does not allow something; names the file and the field.
         """
         path = Path(folder)
         try:
@@ -190,11 +190,11 @@ class Bundle:
             device: the device; the CPU by default.
             dtype: dtype of the result; by default that of the stored weights.
 
-            Returns:
-                (F, r), ``spec.basis_shape``, not a view of the file; None for a mapper without a shared basis.
+        Returns:
+            (F, r), ``spec.basis_shape``, not a view of the file; None for a mapper without a shared basis.
 
-            Raises:
-                BundleError: a value is not finite, or the file has changed since the bundle was opened.
+        Raises:
+            BundleError: a value is not finite, or the file has changed since the bundle was opened.
         """
         if self.spec.rank is None:
             return None

@@ -42,8 +42,8 @@ def read_spec(document: dict[str, Any], folder: Path, tensors: Mapping[str, shar
         folder: the bundle.
         tensors: the tensors in the weight files, by name.
 
-        Raises:
-            BundleError: a field has a wrong value; names it.
+    Raises:
+        BundleError: a field has a wrong value; names it.
     """
     for role in ROLES:
         for index, table in enumerate(_tables(document, role)):
@@ -89,8 +89,8 @@ def check_version(document: dict[str, Any], where: str = "file mapper.json") -> 
         document: a parsed spec.
         where: what the error calls the document.
 
-        Raises:
-            BundleError: the format is newer or invalid; says which kvfit wrote it.
+    Raises:
+        BundleError: the format is newer or invalid; says which kvfit wrote it.
     """
     version = document.get("format_version")
     if type(version) is not int or version < 1:

@@ -40,8 +40,8 @@ def write_bundle(
         card: text of ``README.md``; None for no card.
         shard_bytes: maximal size of a weight file in bytes.
 
-        Raises:
-            BundleError: the folder exists, or an argument does not fit the spec. Nothing is left behind.
+    Raises:
+        BundleError: the folder exists, or an argument does not fit the spec. Nothing is left behind.
     """
     destination = Path(folder)
     require_free(destination)

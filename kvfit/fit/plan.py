@@ -163,12 +163,12 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
         options: options of the planned run.
         rates: rates of a machine, from `kvfit.fit.hardware`; without them there are no times.
 
-        Raises:
-            OptionError: `capture` or `solve` would refuse an option.
-            MismatchError: there are fewer source layers than requested, the memory budget is too small, or the tokenizers
-            differ.
-            RefError: a model does not exist or cannot be reached.
-            UnsupportedModelError: a configuration has no geometry, or is not that of a causal language model.
+    Raises:
+        OptionError: `capture` or `solve` would refuse an option.
+        MismatchError: there are fewer source layers than requested, the memory budget is too small, or the tokenizers
+        differ.
+        RefError: a model does not exist or cannot be reached.
+        UnsupportedModelError: a configuration has no geometry, or is not that of a causal language model.
     """
     options = options or Options()
     capture, solve = options.capture, options.solve

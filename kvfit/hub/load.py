@@ -68,11 +68,11 @@ def load_mapper(
             weights are read. ``size`` checks only sizes and shapes of the weight files, for a large bundle whose digests were
             verified before on the same disk.
 
-        Raises:
-            RefError: nothing is found under the ref, or it cannot be reached; says which.
-            BundleError: the bundle is torn, altered or hostile.
-            GateError: the mapper's verdict is ``fail``.
-            MismatchError: `require` or `verify` has another value, or the device or dtype is not available.
+    Raises:
+        RefError: nothing is found under the ref, or it cannot be reached; says which.
+        BundleError: the bundle is torn, altered or hostile.
+        GateError: the mapper's verdict is ``fail``.
+        MismatchError: `require` or `verify` has another value, or the device or dtype is not available.
     """
     for name, word, words in (("require", require, ("pass", "any")), ("verify", verify, ("digest", "size"))):
         if word not in words:

@@ -177,8 +177,8 @@ def _keep_new_tokens(inputs: dict[str, Any], held: int, total: int) -> None:
         held: number of tokens in the cache.
         total: number of tokens of the mask, cached and new.
 
-        Raises:
-        MismatchError: the cache and the tokens to run do not add up to the mask, so the pass would be silently wrong.
+    Raises:
+    MismatchError: the cache and the tokens to run do not add up to the mask, so the pass would be silently wrong.
     """
     found, needed = inputs["input_ids"].shape[1], total - held
     if found < needed or needed < 1:

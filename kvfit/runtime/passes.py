@@ -45,8 +45,8 @@ def check_ran(cache: Any, ranges: Sequence[tuple[int, int]], mask: Tensor | None
         ranges: ranges of tokens, as [start, stop).
         mask: (B, T), 0 on padding, which is not checked; None without padding.
 
-        Raises:
-            MismatchError: a value is not finite; names the layer and kind.
+    Raises:
+        MismatchError: a value is not finite; names the layer and kind.
     """
     for start, stop in ranges:
         if stop <= start:

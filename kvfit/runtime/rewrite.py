@@ -97,8 +97,8 @@ def rewrite(
         windows: per layer, the sliding window or None.
         chunk_tokens: number of tokens of a row that are run at a time, which bounds the memory of the masks.
 
-        Raises:
-            UnsupportedModelError: the model's attention does not take a custom mask.
+    Raises:
+        UnsupportedModelError: the model's attention does not take a custom mask.
     """
     model = unwrapped(model)
     refuse_attention(model, "to run chosen tokens")
@@ -143,9 +143,9 @@ def check_rewrite(model: Any, windows: Sequence[int | None]) -> None:
         model: a causal language model.
         windows: per layer, the sliding window or None.
 
-        Raises:
-            UnsupportedModelError: running chosen tokens gives other keys and values than a plain pass, so the model's attention
-                depends on more than its mask and positions.
+    Raises:
+        UnsupportedModelError: running chosen tokens gives other keys and values than a plain pass, so the model's attention
+            depends on more than its mask and positions.
     """
     model = unwrapped(model)
     refuse_attention(model, "to run chosen tokens")

@@ -26,6 +26,7 @@ from kvfit.fit.capture.sequences import sequences
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate.arms import Pair, source_pairs
 from kvfit.fit.evaluate.likelihood import likelihood
+from kvfit.fit.evaluate.options import Options
 from kvfit.fit.evaluate.questions import PROBE_KINDS, Probe, probes
 from kvfit.fit.evaluate.recall import ask
 from kvfit.model.identity import describe_model
@@ -152,7 +153,7 @@ def main() -> None:
     print("|---" * (3 + 2 * len(kinds)) + "|", flush=True)
     for name, make in chosen:
         mapped = Pair(model, model, make(), recompute=0.1)
-        found = likelihood(mapped, scored, given.context, batch_size=2, greedy_tokens=0, progress=False)
+        found = likelihood(mapped, scored, given.context, Options(batch_size=2, greedy=0), progress=False)
         if (name, make) == chosen[0]:
             print(
                 f"| native | {float(found['native'].nll.mean()):.3f} | 0.000 | "

@@ -108,12 +108,12 @@ def capture(
         resume: continue an interrupted store, or start a new one if there is none.
         progress: whether to show progress.
 
-        Raises:
-            MismatchError: the tokenizers differ, or an option does not fit this pair or this text.
-            OptionError: an option has a wrong value.
-            UnsupportedModelError: a model cannot be verified; names family, layer and reason.
-        TextError: the text is unreadable or too short.
-        StoreError: the store exists, is locked, or has another recipe.
+    Raises:
+        MismatchError: the tokenizers differ, or an option does not fit this pair or this text.
+        OptionError: an option has a wrong value.
+        UnsupportedModelError: a model cannot be verified; names family, layer and reason.
+    TextError: the text is unreadable or too short.
+    StoreError: the store exists, is locked, or has another recipe.
     """
     options = options or Options()
     text = text or mix(DEFAULT_MIX, TextOptions())

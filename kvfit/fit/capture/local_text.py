@@ -35,8 +35,8 @@ class LocalRows:
             column: the column with the text; other columns are not read if the format allows it.
             start: number of rows to skip.
 
-            Raises:
-                TextError: a file has an unknown format, there are files of several formats, or there are none.
+        Raises:
+            TextError: a file has an unknown format, there are files of several formats, or there are none.
         """
         self._path, self._column, self._start = path, column, start
         self._files = _files(path)

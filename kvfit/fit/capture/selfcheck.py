@@ -26,8 +26,8 @@ def self_check(model: Any, spec: ModelSpec | Probe, input_ids: Tensor) -> None:
         spec: from `describe_model` or `probe`, or read from a bundle.
         input_ids: (B, T), unpadded, on any device. A longer batch verifies more positions.
 
-        Raises:
-            UnsupportedModelError: they differ; names family, layer and reason.
+    Raises:
+        UnsupportedModelError: they differ; names family, layer and reason.
     """
     batch, n_tokens = input_ids.shape
     needed = (batch, spec.n_heads, n_tokens, spec.head_dim)

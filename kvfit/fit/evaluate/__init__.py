@@ -1,1 +1,1 @@
-"""A bundle and held-out text in, a verdict out: the ways of moving a context, their likelihood, recall and time."""
+"""Evaluate a bundle on held-out text: likelihood, recall and time of each way of moving a context, and a verdict."""

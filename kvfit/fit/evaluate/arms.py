@@ -1,14 +1,14 @@
-"""The arms of an evaluation: ways to give the target a prefix, and what it then makes of the continuation.
+"""The arms of an evaluation: ways to give the target a prefix that it then continues from.
 
-native      prefills
-transfer    maps the source's cache
-handoff     maps it and runs chosen tokens itself, as in use: what the verdict is about
-auto        a handoff that finds out by itself how many tokens to recompute
-source      the source model alone
-no_context  nothing is given
-mean        control: keys and values of the right mean and no content
+native      the target prefills
+transfer    the source's cache is mapped
+handoff     the source's cache is mapped and the target runs chosen tokens itself, as in production; the verdict is about it
+auto        a handoff that decides itself how many tokens to recompute
+source      the source model continues by itself
+no_context  the target gets no prefix
+mean        control: keys and values with the right mean and no content
 shuffled    control: another document's mapped cache
-raw         control: the source's cache unmapped, where the shapes allow it
+raw         control: the source's cache without a map, if the shapes allow it
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ARMS: tuple[Arm, ...] = get_args(Arm)
 
 @torch.no_grad()
 def source_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
-    """The source's keys and values of a prefix (B, P), in the target's dtype where the two differ."""
+    """The source's keys and values of a prefix (B, P), in the target's dtype."""
     cache = caches.full_cache()
     caches.forward(pair.source, prefix_ids.to(input_device(pair.source)), cache, base=True)
     dtype = getattr(pair.target, "dtype", None)
@@ -46,7 +46,7 @@ def source_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
 
 @torch.no_grad()
 def target_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
-    """The target's own keys and values of a prefix (B, P), full length in every layer."""
+    """The target's own keys and values of a prefix (B, P), at full length in every layer."""
     cache = caches.full_cache()
     caches.forward(pair.target, prefix_ids.to(input_device(pair.target)), cache, base=True)
     return caches.read_cache(cache)
@@ -54,12 +54,12 @@ def target_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
 
 @torch.no_grad()
 def mapped_pairs(pair: Pair, prefix_ids: Tensor, sources: Pairs) -> Pairs:
-    """The map of the source's keys and values of a prefix (B, P), per target layer."""
+    """The mapped keys and values of a prefix (B, P), per target layer."""
     return pair.mapper.transfer_layers(sources, **lexical(pair.mapper, prefix_ids, pair.target))
 
 
 def lexical(mapper: Mapper, prefix_ids: Tensor, target: Any) -> dict[str, Any]:
-    """The arguments that a map with lexical inputs needs beside the source's cache; none for other maps."""
+    """The arguments that a map with lexical inputs needs in addition to the source's cache; none for other maps."""
     return {"input_ids": prefix_ids, "target_model": target} if mapper.spec.lexical_lags else {}
 
 
@@ -70,7 +70,7 @@ def raw_allowed(mapper: Mapper) -> bool:
 
 
 class Prefixes:
-    """A batch of prefixes, and what the arms share: the source's cache and its map are made once, when first needed."""
+    """A batch of prefixes. The arms share the source's cache and the mapped cache, which are computed when first needed."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class Prefixes:
         mean: Pairs | None = None,
         sources: Pairs | None = None,
     ) -> None:
-        """Nothing runs yet.
+        """Store the arguments without running a model.
 
         Args:
             pair: models and mapper.
             ids: (B, P) token ids.
-            other: other documents of the same length, for `shuffled`; default the batch's own, each row the one before it.
-            mean: what `mean_pairs` gave, for `mean`; default the mean over this batch.
-            sources: the source's keys and values of the prefixes, where they are known already.
+            other: other documents of the same length, for `shuffled`; by default each row gets the row before it.
+            mean: the result of `mean_pairs`, for `mean`; by default the mean over this batch.
+            sources: the source's keys and values of the prefixes, if they are already known.
         """
         self.pair, self.ids, self.other, self.mean = pair, ids, other, mean
         self.recomputed: list[float] = []  # share of each prefix that the last handoff recomputed
@@ -108,20 +108,20 @@ class Prefixes:
 
     @cached_property
     def mapped(self) -> Pairs:
-        """Their map."""
+        """The mapped keys and values."""
         return mapped_pairs(self.pair, self.ids, self.sources)
 
     @torch.no_grad()
     def cache(self, arm: Arm, *, next_ids: Tensor | None = None, rows: Tensor | None = None) -> Any:
-        """A new cache of the target (or source) over the prefixes, made as the arm says; None for `no_context`.
+        """A new cache of the prefixes for an arm, of the target or the source; None for `no_context`.
 
         Args:
-            arm: which arm.
-            next_ids: (R, Q) what comes after each prefix, which guides the recompute of `handoff`; never cached here.
-            rows: (R,) the prefixes to make it of, in this order and as often as they are named; default each once.
+            arm: the arm.
+            next_ids: (R, Q), the tokens after each prefix, which guide the recompute of `handoff`; they are not cached.
+            rows: (R,), the prefixes to use, in this order and possibly repeated; by default each once.
 
         Raises:
-            MismatchError: `shuffled` with one prefix and no other.
+            MismatchError: `shuffled` has only one prefix and no other document.
         """
         pair = self.pair
         rows = torch.arange(len(self.ids)) if rows is None else rows
@@ -150,7 +150,7 @@ class Prefixes:
     def _moved(self, arm: Arm, rows: Tensor, next_ids: Tensor | None) -> Any:
         pair = self.pair
         ids = self.ids[rows].to(input_device(pair.target))
-        # A handoff leaves at least one token to the target; what is left is not run here, but a guide reads it.
+        # A handoff leaves at least one token to the target. These tokens are not run here, but a guide reads them.
         ids = torch.cat([ids, ids[:, -1:] if next_ids is None else next_ids.to(ids.device)], 1)
         sources = _rows(self.sources, rows)
         recompute: float | Literal["auto"] = "auto" if arm == "auto" else pair.recompute
@@ -168,7 +168,7 @@ class Prefixes:
             )
 
         windowed = any(window is not None for window in pair.mapper.spec.target.windows)
-        # In a batch the conversation that needs most tokens decides for all, so that auto is measured one by one.
+        # In a batch, the conversation that needs most tokens decides for all, so auto is measured one conversation at a time.
         parts = [slice(i, i + 1) for i in range(len(rows))] if arm == "auto" and not windowed else [slice(None)]
         found = [moved(part) for part in parts]
         self.recomputed = [
@@ -188,7 +188,7 @@ def _rows(pairs: Pairs, rows: Tensor) -> Pairs:
 
 
 def selected(cache: Any, rows: Tensor) -> Any:
-    """A cache with the given sequences of another one, which is used up."""
+    """A cache with the given sequences of another cache, which is changed in place."""
     if not torch.equal(rows, torch.arange(len(cache.layers[0].keys))):
         for layer in cache.layers:
             layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
@@ -196,7 +196,7 @@ def selected(cache: Any, rows: Tensor) -> Any:
 
 
 def filled(model: Any, pairs: Pairs) -> Any:
-    """A cache of `model` that holds the given keys and values, each layer where it runs."""
+    """A cache of `model` that holds the given keys and values, each layer on the device that runs it."""
     cache = caches.new_cache(model)
     devices = caches.layer_devices(model, len(pairs))
     for layer_index, (keys, values) in enumerate(pairs):
@@ -206,9 +206,9 @@ def filled(model: Any, pairs: Pairs) -> Any:
 
 @torch.no_grad()
 def mean_pairs(pair: Pair, mapped: Pairs) -> Pairs:
-    """Per layer the mean mapped keys (un-rotated) and values over all tokens of all sequences given, each (1, H, 1, D).
+    """Per layer, the mean of the mapped (un-rotated) keys and values over all tokens of all sequences, each (1, H, 1, D).
 
-    Taken over several documents it is the map's bias about the centre of its inputs: the right mean, and no content.
+    Over several documents this approximates the map's output at the mean of its inputs: the right mean, and no content.
     """
     out = []
     for layer_index, (keys, values) in enumerate(mapped):
@@ -232,9 +232,9 @@ def _spread(pair: Pair, mean: Pairs, batch: int, n_tokens: int) -> Any:
 
 
 class Rewindable:
-    """A cache that can be used several times: `fresh` gives it as it was when it came here.
+    """A cache that can be used several times, because `fresh` restores its original length.
 
-    Cropping is free, but a windowed layer may have dropped what it would need again; there the cache is copied.
+    Cropping costs nothing, but a windowed layer may have dropped tokens that it would need. Such a cache is copied.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -244,7 +244,7 @@ class Rewindable:
         self._kept = copy.deepcopy(cache) if windowed else None
 
     def fresh(self, model: Any) -> Any:
-        """The cache, to be used until the next call; an empty one of `model` where there was none."""
+        """The restored cache, valid until the next call; an empty cache of `model` if there was none."""
         if self._cache is None:
             return caches.new_cache(model)
         if self._kept is not None:
@@ -260,25 +260,25 @@ def model_of(pair: Pair, arm: Arm) -> Any:
 
 @torch.no_grad()
 def continuation_logits(model: Any, cache: Any, ids: Tensor, prefix: int, vocabulary: int) -> Tensor:
-    """(B, C, vocabulary) logits for each token after the prefix, teacher-forced.
+    """(B, C, vocabulary), teacher-forced logits for each token after the prefix.
 
-    The cache covers the first `prefix` - 1 tokens of ids (B, prefix + C); the last prefix token is always the model's own, so
-    that every arm predicts the first continuation token from a token that it ran itself.
+    The cache covers the first `prefix` - 1 tokens of ids (B, prefix + C). The model always runs the last prefix token itself,
+    so that every arm predicts the first continuation token from its own pass.
     """
     return caches.forward(model, ids[:, prefix - 1 : -1].to(input_device(model)), cache)[..., :vocabulary]
 
 
 @torch.no_grad()
 def greedy(model: Any, cache: Any, ids: Tensor, n_tokens: int, vocabulary: int | None = None) -> Tensor:
-    """(B, n_tokens) likeliest tokens, one after the other, after running ids (B, Q) on top of a cache, which grows by them."""
-    said = []
+    """(B, n_tokens), greedily decoded tokens after ids (B, Q) on top of a cache, which grows in place."""
+    decoded = []
     ids = ids.to(input_device(model))
     for _ in range(n_tokens):
         ids = caches.forward(model, ids, cache, logits_to_keep=1)[:, -1, :vocabulary].argmax(-1, keepdim=True)
-        said.append(ids)
-    return torch.cat(said, 1) if said else ids[:, :0]
+        decoded.append(ids)
+    return torch.cat(decoded, 1) if decoded else ids[:, :0]
 
 
 def answer(model: Any, cache: Any, question_ids: Tensor, n_tokens: int) -> list[int]:
-    """Greedy continuation of one question (1, Q) on top of a cache."""
+    """The greedy continuation of one question (1, Q) on top of a cache."""
     return greedy(model, cache, question_ids, n_tokens)[0].tolist()

@@ -1,7 +1,7 @@
-"""Watching a model's attention: its own queries, and what they would read from other keys and values.
+"""Watch a model's attention: record its queries, and compute what they would read from other keys and values.
 
-Works for every model whose layers call an attention function through transformers' registry (`AttentionInterface`); the
-function that a layer really uses is called, so masks, windows, sinks and soft caps are its own.
+This works for every model whose layers call an attention function through transformers' registry (`AttentionInterface`). The
+layer's own function is called, with its masks, windows, sinks and soft caps.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _NAME = "kvfit_watched"
 
 @dataclass(frozen=True)
 class Reading:
-    """One layer reading its cache.
+    """One layer's attention in one pass.
 
     Attributes:
         layer_index: the layer.
         queries: (B, H_query, C, D), rotated.
-        keys: (B, H, T, D) as the attention function was given them: a windowed layer's last tokens only.
+        keys: (B, H, T, D), as the attention function was given them; of a windowed layer only the last tokens.
         values: (B, H, T, D).
-        scaling: of the scores.
-        window: tokens of a sliding window, None for all.
-        output: (B, C, H_query, D) what it read, before the output projection.
+        scaling: scale of the scores.
+        window: sliding window in tokens; None for full attention.
+        output: (B, C, H_query, D), the attention output before the output projection.
     """
 
     layer_index: int
@@ -43,15 +43,15 @@ class Reading:
     _attend: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
 
     def attend(self, keys: Tensor, values: Tensor) -> Tensor:
-        """(B, C, H_query, D) what the same queries read from other keys and values (B, H, T, D)."""
+        """(B, C, H_query, D), the output of the same queries for other keys and values (B, H, T, D)."""
         return self._attend(keys, values)
 
 
 @contextmanager
 def watched(model: Any, on_reading: Callable[[Reading], None]) -> Iterator[None]:
-    """Within it, `on_reading` is called for every layer that reads its cache; what the model computes does not change.
+    """A block in which `on_reading` is called for the attention of every layer. The model's results do not change.
 
-    A model that does not use the registry runs unchanged, and `on_reading` is never called.
+    For a model that does not use the registry, `on_reading` is never called.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -77,7 +77,7 @@ def watched(model: Any, on_reading: Callable[[Reading], None]) -> Iterator[None]
 
 
 def _watching(function: Callable[..., Any] | None, on_reading: Callable[[Reading], None]) -> Callable[..., Any]:
-    """An attention function that does what `function` does (None: the eager one beside the layer's class) and reports it."""
+    """An attention function that calls `function` (None: the eager one in the layer's module) and reports the call."""
 
     def watch(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         used = function or sys.modules[type(module).__module__].eager_attention_forward
@@ -105,7 +105,7 @@ def _watching(function: Callable[..., Any] | None, on_reading: Callable[[Reading
 
 
 class Reads:
-    """One layer's reading of mapped keys and values, summed over documents."""
+    """Sums over documents that compare one layer's attention to mapped and to own keys and values."""
 
     def __init__(self, n_heads: int, head_dim: int, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
@@ -117,11 +117,11 @@ class Reads:
         self.weighted, self.weights, self.squares = zeros(n_heads), zeros(n_heads), zeros(n_heads)
 
     def add(self, reading: Reading, mapped: tuple[Tensor, Tensor], counted: slice) -> None:
-        """`mapped` (B, H, P, D) as the cache would hold them; of them only the tokens `counted` were mapped."""
+        """Add a reading; of the keys and values `mapped` (B, H, P, D), only the tokens `counted` are mapped."""
         n_new = reading.queries.shape[2]
         n_heads = reading.keys.shape[1]
         total = reading.keys.shape[2]
-        held = total - n_new  # a windowed layer has dropped the first ones
+        held = total - n_new  # a windowed layer has dropped the first tokens
         first = mapped[0].shape[2] - held
         keys, values = (
             torch.cat([part[:, :, first:].to(own), own[:, :, held:]], 2)
@@ -142,13 +142,13 @@ class Reads:
         self.queries += torch.einsum("bhgcd,bhgce->hde", queries, queries)
         squares = wrong[1].square().sum(-1)  # (B, H, n)
         self.squares += squares.sum((0, 2))
-        for row in range(len(keys)):  # the attention of one document at a time: it is the largest thing here
+        for row in range(len(keys)):  # one document at a time, because attention weights need most memory
             weights = _attention(reading, row, n_heads)[..., span].double().square().sum((1, 2))  # (H, n)
             self.weighted += (weights * squares[row]).sum(1)
             self.weights += weights.sum(1)
 
     def measures(self) -> dict[str, Tensor]:
-        """(1 + H,) each."""
+        """The measures, (1 + H,) each: the mean over heads, then each head."""
         trace = torch.einsum("hde,hde->h", self.queries, self.errors)
         plain = self.queries.diagonal(dim1=1, dim2=2).sum(1) * self.errors.diagonal(dim1=1, dim2=2).sum(1)
         keys = self.errors.shape[1] * trace / plain
@@ -161,12 +161,12 @@ class Reads:
 
 
 def _grouped(values: Tensor, dim: int, n_heads: int) -> Tensor:
-    """Dimension `dim` of query heads as two: key/value heads and the query heads that read each."""
+    """Split dimension `dim` of query heads into key/value heads and the query heads that read each of them."""
     return values.reshape(*values.shape[:dim], n_heads, -1, *values.shape[dim + 1 :])
 
 
 def _attention(reading: Reading, row: int, n_heads: int) -> Tensor:
-    """(H, group, C, T) the target's own attention weights of one document (sinks and soft caps are left out)."""
+    """(H, group, C, T), the target's own attention weights of one document, without sinks and soft caps."""
     queries = _grouped(reading.queries[row].float(), 0, n_heads)  # (H, group, C, D)
     scores = reading.scaling * torch.einsum("hgcd,htd->hgct", queries, reading.keys[row].float())
     n_new, total = queries.shape[2], reading.keys.shape[2]

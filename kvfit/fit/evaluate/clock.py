@@ -1,4 +1,4 @@
-"""Time of each way of moving a context against a prefill by the target, by length, and from where on it pays."""
+"""Time each way of moving a context and a prefill by the target, by context length, and find out from where on it pays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMED = ("transfer", "handoff", "auto", "prefill", "reused_transfer", "reused_pr
 
 
 def synchronise(devices: set[torch.device]) -> None:
-    """Wait until the devices have done what they were given."""
+    """Wait until the devices have finished their work."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -30,20 +30,20 @@ def synchronise(devices: set[torch.device]) -> None:
 
 
 def devices_of(pair: arms.Pair) -> set[torch.device]:
-    """The devices that moving a context works on."""
+    """The devices that take part in moving a context."""
     return {*caches.layer_devices(pair.source, 1), *caches.layer_devices(pair.target, pair.mapper.spec.target.n_layers)}
 
 
 def timed(run: Callable[[], Any], devices: set[torch.device], seconds: float) -> dict[str, float | int]:
-    """Median and 95th percentile of the milliseconds that `run` takes, synchronised before and after.
+    """Median and 95th percentile of the milliseconds that `run` takes, with synchronisation before and after.
 
-    The first run is not counted and says how many more there is time for: up to 10 that are not counted, a quarter of those
-    that are, and up to 30 that are, at least one.
+    The first run is not counted; it shows how many runs there is time for. These are split into up to 30 counted runs, at least
+    one, and up to 10 warm-up runs before them, one for every four counted ones.
 
     Args:
-        run: what is timed.
-        devices: that work on it.
-        seconds: for all runs together.
+        run: the function to time.
+        devices: the devices that it works on.
+        seconds: time for all runs together.
 
     Returns:
         ``median``, ``p95``, ``repeats``.
@@ -69,7 +69,7 @@ def timed(run: Callable[[], Any], devices: set[torch.device], seconds: float) ->
 
 
 def lengths_up_to(longest: int, *more: int) -> list[int]:
-    """Powers of two from 64 on that are shorter than `longest`, `longest`, and `more`, ascending."""
+    """Powers of two from 64 to below `longest`, `longest` itself, and `more`, ascending."""
     found, length = {longest, *more}, SHORTEST
     while length < longest:
         found.add(length)
@@ -80,24 +80,24 @@ def lengths_up_to(longest: int, *more: int) -> list[int]:
 def milliseconds(
     pair: arms.Pair, ids: Tensor, *, lengths: Iterable[int], seconds: float, progress: bool = True
 ) -> dict[str, Any]:
-    """Time moving against prefilling one sequence, batch 1.
+    """Time moving and prefilling for one sequence, with batch size 1.
 
-    `transfer` maps the source's cache as it lies, moves between devices included; it does not include the source's own
-    prefill, which it had to do anyway. `handoff` and `auto` also run the exact tokens, the guide included. `prefill` runs the
-    target without its language-model head. `reused` does both where the target holds the first half already (a shared prefix in
-    its cache).
+    `transfer` maps the source's cache, including copies between devices. It does not include the source's own prefill, which
+    happens in any case. `handoff` and `auto` also run the exact tokens and the guide. `prefill` runs the target without its
+    language-model head. `reused_transfer` and `reused_prefill` start from a target cache that holds the first half already,
+    such as a shared prefix.
 
     Args:
         pair: models and mapper.
-        ids: (1, P) token ids; shorter lengths are its beginnings.
-        lengths: tokens to time, at most P.
-        seconds: for all timings together.
-        progress: show a bar.
+        ids: (1, P) token ids; shorter lengths use its first tokens.
+        lengths: the lengths to time, at most P.
+        seconds: time for all timings together.
+        progress: whether to show progress.
 
     Returns:
-        ``lengths``: a row per length, each way with its ``median``, ``p95`` and ``repeats``. ``breaks_even``: for ``transfer``,
-        ``handoff``, ``auto`` and ``reused_transfer``, the shortest length from which on it is faster than a prefill at every
-        length that was timed; None where it is not at the longest.
+        ``lengths``: a row per length, with ``median``, ``p95`` and ``repeats`` of each way. ``breaks_even``: for
+        ``transfer``, ``handoff``, ``auto`` and ``reused_transfer``, the shortest length from which on it is faster than a
+        prefill at every timed length; None if it is slower at the longest.
     """
     devices = devices_of(pair)
     lengths = list(lengths)
@@ -122,7 +122,7 @@ def milliseconds(
 
 
 def _runs(pair: arms.Pair, ids: Tensor) -> dict[str, Callable[[], Any]]:
-    """What is timed at one length, by the names of `TIMED`."""
+    """The functions to time at one length, by the names of `TIMED`."""
     prefixes = arms.Prefixes(pair, ids)
     sources, lexical = prefixes.sources, arms.lexical(pair.mapper, ids, pair.target)
     half = ids.shape[1] // 2
@@ -143,17 +143,17 @@ def _runs(pair: arms.Pair, ids: Tensor) -> dict[str, Callable[[], Any]]:
 
 
 def shown(milliseconds: float) -> str:
-    """A time in words: three digits, or all those before the point."""
+    """A time as text, with three digits or without decimals."""
     return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
 def at_length(times: dict[str, Any], tokens: int) -> dict[str, Any] | None:
-    """The row of a length, None where it was not timed."""
+    """The row of a length; None if it was not timed."""
     return next((row for row in times.get("lengths", ()) if row["tokens"] == tokens), None)
 
 
 def crossover(rows: list[tuple[int, float, float]]) -> int | None:
-    """The shortest length from which on the first time is below the second at every length; rows (length, first, second)."""
+    """The shortest length from which on the first time is below the second; rows are (length, first, second), ascending."""
     found = None
     for length, first, second in reversed(rows):
         if first >= second:

@@ -1,7 +1,6 @@
-"""Several mappers of one pair, judged side by side: what they share is measured once.
+"""Compare several mappers of one pair on the same documents and questions.
 
-To find out which way of fitting is best, many maps are judged on the same documents and questions. The prefills of both models
-and what native and source say are the same for all of them.
+The prefills of both models and the results of native and source are the same for all mappers, so they are measured once.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class Row:
     """One way of giving the target a context.
 
     Attributes:
-        nll: mean negative log-likelihood, nats per token.
-        share: of the gap between the source and native that is recovered.
-        interval: of `share`, 95 % over documents.
-        kl: to the target with its own cache, nats per token.
-        recall: by kind of question, share of exact answers and mean log-probability of the answers' tokens.
-        work: share of a prefill's operations; None where nothing is moved.
+        nll: mean negative log-likelihood in nats per token.
+        share: share of the gap between the source and native that is recovered.
+        interval: 95 % interval of `share` over documents.
+        kl: KL to the target with its own cache in nats per token.
+        recall: per kind of question, share of exact answers and mean log-probability of the answers' tokens.
+        work: share of a prefill's operations; None if nothing is moved.
         recomputed: share of the documents' tokens that the target recomputed.
-        milliseconds: until the target can continue from one context, the source's own prefill left out; None where not timed.
+        milliseconds: time until the target can continue from one context, without the source's prefill; None if not timed.
     """
 
     nll: float
@@ -56,7 +55,7 @@ class Row:
 
 
 class Comparison:
-    """Two loaded models, documents and questions, and the results that do not depend on a mapper."""
+    """Two loaded models, documents and questions, and the results that are independent of the mapper."""
 
     def __init__(
         self,
@@ -68,18 +67,19 @@ class Comparison:
         target: str | None = None,
         loading: tuple[models.Options, models.Options] | None = None,
     ) -> None:
-        """Load the models of a bundle and read the text; every other mapper must be of the same models.
+        """Load the models of a bundle and read the text. All mappers must be for the same two models.
 
         Args:
             first: any of the bundles.
             text: held-out text.
-            options: `prefix`, `continuation`, `documents`, `probes`, `probe_kinds`, `batch_size`, `resamples` and `seed` count.
-            source: ref of the source model; default the one that the bundle names.
-            target: likewise.
+            options: `prefix`, `continuation`, `documents`, `probes`, `probe_kinds`, `batch_size`, `resamples` and `seed` are
+                used.
+            source: ref of the source model; by default the one in the bundle.
+            target: ref of the target model; by default the one in the bundle.
             loading: how source and target are loaded.
 
         Raises:
-            TextError: too little text.
+            TextError: there is too little text.
         """
         self.options = options
         pair, self.tokenizer = arms.load_pair(first, source=source, target=target, loading=loading)
@@ -93,7 +93,7 @@ class Comparison:
 
     @cached_property
     def without_map(self) -> dict[Arm, Row]:
-        """Native, the source alone, and no context."""
+        """The rows of native, of the source alone, and of no context."""
         found = self._without_map
         return {arm: self._row(self.pair, arm, found[arm], asked=arm != "no_context") for arm in found}
 
@@ -110,12 +110,12 @@ class Comparison:
                 per_context=QUESTIONS_PER_CONTEXT,
                 seed=options.seed,
             )
-        except TextError:  # no room for such facts in a context of this length
+        except TextError:  # the context is too short for such facts
             return []
 
     def _scores(self, pair: arms.Pair, chosen: Sequence[Arm]) -> dict[Arm, Scores]:
-        size, references = self.options.batch_size, self._references
-        return likelihood(pair, self.ids, self.prefix, batch_size=size, greedy_tokens=0, chosen=chosen, references=references)
+        options = replace(self.options, greedy=0)
+        return likelihood(pair, self.ids, self.prefix, options, chosen=chosen, references=self._references)
 
     def _row(self, pair: arms.Pair, arm: Arm, scores: Scores, *, asked: bool = True) -> Row:
         options, recall = self.options, dict[str, tuple[float, float]]()
@@ -142,21 +142,21 @@ class Comparison:
 
     @torch.no_grad()
     def row(self, mapper: Mapper, recompute: float | Literal["auto"] = 0.0, *, arm: Arm = "handoff") -> Row:
-        """A mapper judged.
+        """Measure a mapper.
 
         Args:
-            mapper: of the same two models.
+            mapper: a mapper of the same two models.
             recompute: share of the context that the target recomputes, guided by the source; ``auto`` for as much as needed.
-            arm: ``mean`` and ``shuffled`` are the controls.
+            arm: the arm; ``mean`` and ``shuffled`` are the controls.
         """
         arm = "auto" if recompute == "auto" else arm
         pair = replace(self.pair, mapper=mapper, recompute=0.0 if recompute == "auto" else recompute)
         return self._row(pair, arm, self._scores(pair, (arm,))[arm])
 
     def milliseconds(self, arm: Arm, seconds: float, mapper: Mapper | None = None, recompute: float = 0.0) -> float:
-        """Median time of one arm for one context, measured for about `seconds`."""
+        """The median time of one arm for one context, measured for about `seconds`."""
         pair = replace(self.pair, mapper=mapper or self.pair.mapper, recompute=recompute)
         ids = self.ids[:1, : self.prefix - 1]
-        # The source's own prefill has happened before anything is moved, so it is not in the time.
+        # The source's own prefill happens before anything is moved, so it is not timed.
         prefixes = arms.Prefixes(pair, ids, sources=arms.source_pairs(pair, ids))
         return float(timed(lambda: prefixes.cache(arm), devices_of(pair), seconds)["median"])

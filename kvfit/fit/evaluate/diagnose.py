@@ -1,18 +1,18 @@
-"""Where a map is good and where it is not: per target layer and head, on text that neither fit nor selection saw.
+"""Diagnose a map per target layer and head, on text that neither fit nor selection saw.
 
-Each measure compares mapped keys and values with the target's own, over the tokens that are mapped in use. E is their
-difference, per token; keys are un-rotated except where attention reads them.
+Each measure compares mapped keys and values with the target's own, over the tokens that a handoff maps. E is their difference
+per token. Keys are un-rotated except in attention.
 
-    r2              1 - sum E^2 / sum (own - mean own)^2, of the map as it is used, gain included
-    explained       the same if every output were rescaled about its mean to fit best: what a gain cannot change
+    r2              1 - sum E^2 / sum (own - mean own)^2 of the map as it is used, including the gain
+    explained       the same after rescaling every output about its mean for the best fit, which no gain can change
     relative_error  |E| / |own|
-    cosine          between mapped and own, mean over tokens
+    cosine          cosine of mapped and own, mean over tokens
     concentration   keys: D * sum_j s_j^2 |E v_j|^2 / (sum_j s_j^2 * |E|^2), with v_j, s_j of the target's own queries (rotated)
                     values: mean of |e_i|^2 weighted by a_i^2, over its plain mean, with a the target's own attention
-                    1 means that errors lie anywhere; above 1, that they lie where attention reads
-    attention_cosine  between what the target's own queries read from mapped and from own keys and values
+                    1 means that errors are independent of attention; above 1, that they are where attention reads
+    attention_cosine  cosine of what the target's own queries read from mapped and from own keys and values
 
-Source: Heo et al., arXiv:2608.03893, for the concentrations and the attention output's cosine.
+Source: Heo et al., arXiv:2608.03893, for the concentrations and the cosine of the attention output.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kvfit.model.rope import angles, unrotate
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import KINDS, Kind, RopeTable
 
-# Tokens per batch that say which layer a map's output belongs to; enough for a correlation, few enough to hold them all.
+# Tokens per batch that are used to find out which layer a map's output belongs to. They are kept in memory.
 ORDER_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The result of `diagnose`.
 
     Attributes:
         layers: per target layer, JSON values as in `evaluation.json`.
-        order: per kind (L, L) correlations of the output for layer i with layer j's own, about the mean of every output.
-        explained: per kind, mean over layers.
-        explained_rotated: mean over layers for keys, if the map were applied to keys with their rotation; None where the target
-            has none.
+        order: per kind, (L, L) correlations of the output for layer i with layer j's own values, about the mean of every
+            output.
+        explained: per kind, the explained variance, mean over layers.
+        explained_rotated: the same for keys if the map is applied to rotated keys; None if the target's keys do not rotate.
     """
 
     layers: list[dict[str, Any]]
@@ -54,19 +54,19 @@ class Diagnosis:
     explained_rotated: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """The diagnosis as JSON values."""
         order = {kind: found.tolist() for kind, found in self.order.items()}
         return {"layers": self.layers, "order": order, "explained": self.explained, "explained_rotated": self.explained_rotated}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Diagnosis:
-        """What `to_json` wrote."""
+        """The diagnosis from the JSON values of `to_json`."""
         order = {kind: torch.tensor(value["order"][kind], dtype=torch.float64) for kind in KINDS}
         return cls(value["layers"], order, value["explained"], value["explained_rotated"])
 
 
 class _Moments:
-    """Sums over tokens of mapped and own values (N, H, D), from which the measures follow. float64."""
+    """Sums over tokens of mapped and own values (N, H, D) in float64, from which the measures are computed."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -89,11 +89,11 @@ class _Moments:
             self.sums[name] = self.sums[name] + total if name in self.sums else total
 
     def centred(self, a: str, b: str) -> Tensor:
-        """(H, D) sum of products of deviations."""
+        """(H, D), sums of products of deviations."""
         return self.sums[a + b] - self.sums[a] * self.sums[b] / self.count
 
     def measures(self) -> dict[str, Tensor]:
-        """(1 + H,) each: over all heads, then per head."""
+        """The measures, (1 + H,) each: over all heads, then for each head."""
         own, mapped = self.centred("t", "t"), self.centred("p", "p")
         fitted = self.centred("p", "t") ** 2 / mapped.clamp(min=1e-300)
         error = _all_and_heads(self.sums["ee"])
@@ -116,9 +116,9 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
     """Measure a map per layer and head.
 
     Args:
-        pair: models and mapper; `exact_head` and `exact_tail` say which tokens the target has of its own, and are not counted.
-        ids: (N, prefix + C) token ids; the queries are those of the tokens from the last prefix token on.
-        prefix: tokens of context.
+        pair: models and mapper. Tokens that the target runs itself (`exact_head`, `exact_tail`) are not counted.
+        ids: (N, prefix + C) token ids. The queries are those of the last prefix token and later ones.
+        prefix: number of tokens of context.
         batch_size: documents per forward pass.
     """
     spec = pair.mapper.spec
@@ -170,14 +170,14 @@ def _mean(values: list[float]) -> float:
 
 
 def _tokens(tensor: Tensor, table: RopeTable | None, counted: slice) -> Tensor:
-    """(B, H, T, D) -> (B * n, H, D) of the counted tokens, un-rotated where a table is given."""
+    """(B, H, T, D) -> (B * n, H, D) of the counted tokens, un-rotated if a table is given."""
     if table is not None:
         tensor = unrotate(tensor.float(), table, angles(table, torch.arange(tensor.shape[2], device=tensor.device)))
     return tensor[:, :, counted].transpose(1, 2).flatten(0, 1)
 
 
 def _exact(mapped: Tensor, own: Tensor, counted: slice) -> Tensor:
-    """Mapped keys or values with the target's own where it runs tokens itself."""
+    """Mapped keys or values, with the target's own for the tokens that it runs itself."""
     out = own.clone()
     out[:, :, counted] = mapped[:, :, counted].to(own)
     return out
@@ -191,7 +191,7 @@ def _read(
     counted: slice,
     reads: dict[int, Reads],
 ) -> None:
-    """Run the new tokens on the target's own cache, and let every layer read the mapped one beside it."""
+    """Run the new tokens on the target's own cache, and compute in every layer what they would read from the mapped one."""
 
     def on_reading(reading: Reading) -> None:
         if reading.layer_index not in reads:
@@ -203,7 +203,7 @@ def _read(
 
 
 class _Order:
-    """Correlations between the outputs for one layer and the own values of another, over all features together."""
+    """Correlations of the outputs for one layer with the own values of another, over all features together."""
 
     def __init__(self) -> None:
         self._held: list[tuple[Tensor, Tensor]] = []
@@ -216,7 +216,7 @@ class _Order:
         self._held.append((mapped[::stride].flatten(1).double().cpu(), own[::stride].flatten(1).double().cpu()))
 
     def add(self) -> None:
-        """Take in what was held of one batch."""
+        """Add the held tokens of one batch to the sums."""
         mapped, own = (torch.stack([pair[side] for pair in self._held]) for side in (0, 1))  # (L, n, F)
         self._held.clear()
         self.count += mapped.shape[1]
@@ -225,7 +225,7 @@ class _Order:
         self.mapped_sum, self.own_sum = self.mapped_sum + mapped.sum(1), self.own_sum + own.sum(1)
 
     def correlations(self) -> Tensor:
-        """(L, L)."""
+        """(L, L), the correlations."""
         cross = self.cross - self.mapped_sum @ self.own_sum.T / self.count
         spread = [
             (squares - sums.square() / self.count).sum(1).clamp(min=1e-300).sqrt()
@@ -237,7 +237,7 @@ class _Order:
 def _layer(
     layer_index: int, measured: dict[tuple[str, int], dict[str, Tensor]], read: dict[str, Tensor] | None
 ) -> dict[str, Any]:
-    """One layer as JSON values; what could not be watched is None."""
+    """One layer as JSON values. The measures of attention are None if it could not be watched."""
     out: dict[str, Any] = {"layer_index": layer_index}
     for kind in KINDS:
         found = dict(measured[kind, layer_index])
@@ -251,5 +251,5 @@ def _layer(
 
 
 def _number(value: Tensor) -> float | None:
-    """A finite number, or None: an output that never varies has no R2, and JSON no infinity."""
+    """A finite number or None, because a constant output has no R2, and JSON has no infinity."""
     return float(value) if bool(torch.isfinite(value)) else None

@@ -1,14 +1,13 @@
-"""The verb `evaluate`: is the mapped cache worth having? Measured on documents that the map was not fitted on.
+"""The verb `evaluate`: measure a mapper on documents that it was not fitted on, and write a verdict.
 
-Likelihood and recall are measured for every way of moving a context (see `kvfit.fit.evaluate.arms`), with intervals over
-documents; every layer and head is diagnosed; each way is timed against a prefill; and a verdict is bound to the digest of the
-weights. An evaluation that is interrupted goes on where it was.
+It measures likelihood and recall for every way of moving a context (see `kvfit.fit.evaluate.arms`), with intervals over
+documents. It diagnoses every layer and head, and times each way and a prefill. The verdict is bound to the digest of the
+weights. An interrupted evaluation continues where it stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -21,6 +20,7 @@ from torch import Tensor
 
 import kvfit
 from kvfit.bundle.bundle import Bundle, add_files
+from kvfit.bundle.manifest import dump_record
 from kvfit.errors import BundleError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.activations import check_positions
@@ -41,17 +41,17 @@ from kvfit.hub.card import write_card
 __all__ = ["Evaluated", "Options", "Thresholds", "evaluate"]
 
 LOGGER = logging.getLogger("kvfit")
-PROBE_TOKENS = 96  # at most, of a recall question with its worked example and its answer
+PROBE_TOKENS = 96  # upper bound for a recall question with its worked example and its answer
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What `evaluate` found.
+    """The result of `evaluate`.
 
     Attributes:
-        bundle: its folder.
+        bundle: folder of the bundle.
         report: the content of `evaluation.json`.
-        page: the HTML page with pictures and transcripts, beside the bundle; None where it could not be written.
+        page: the HTML page with pictures and transcripts, next to the bundle; None if it could not be written.
     """
 
     bundle: Path
@@ -60,11 +60,11 @@ class Evaluated:
 
     @property
     def verdict(self) -> Literal["pass", "fail", "unknown"]:
-        """What the thresholds say of what was measured."""
+        """The verdict of the thresholds on the measurements."""
         return self.report["verdict"]  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        """One line: verdict, gap, recall and speed of the way that is judged, and where the report is."""
+        """One line with the verdict, gap, recall and speed of the judged handoff, and the path of the report."""
         rows = {row["way"]: row for row in self.report["ways"]}
         judged, native = rows["handoff"], rows["native"]
         parts = [f"{self.verdict}", f"{judged['share_of_gap']:.0%} of the gap recovered"]
@@ -92,24 +92,23 @@ def evaluate(
 ) -> Evaluated:
     """Measure a bundle on held-out text and write `evaluation.json`, `evaluation.md` and pictures into it.
 
-    Beside the bundle it writes one HTML page with tables, pictures and transcripts, which quotes the text and is not published
-    with the bundle. While it runs, what is measured is kept beside the bundle, so that the same call goes on after an
-    interrupt.
+    It also writes an HTML page with tables, pictures and transcripts next to the bundle. The page quotes the text and is not
+    published with the bundle. Measurements are saved next to the bundle, so that the same call continues after an interrupt.
 
     Args:
-        bundle: its folder.
-        source: ref of the source model; default the one that the bundle names.
-        target: likewise.
-        text: held-out text of the calibration kind; default the built-in held-out text.
-        texts: further texts by name, of other kinds; measured at the longest prefix and reported apart.
-        options: see `Options`.
+        bundle: folder of the bundle.
+        source: ref of the source model; by default the one in the bundle.
+        target: ref of the target model; by default the one in the bundle.
+        text: held-out text like the calibration text; by default the built-in held-out text.
+        texts: further texts of other kinds by name, which are measured at the longest prefix and reported separately.
+        options: what is measured, and the thresholds.
         loading: how source and target are loaded.
-        progress: show bars or log lines.
+        progress: whether to show progress.
 
     Raises:
         BundleError: the bundle cannot be read.
-        MismatchError: the models are not the ones that the bundle was fitted on.
-        TextError: too little text.
+        MismatchError: the bundle was fitted on other models.
+        TextError: there is too little text.
     """
     options = options or Options()
     loading = loading or (models.Options(), models.Options())
@@ -117,7 +116,7 @@ def evaluate(
     if not os.access(opened.folder, os.W_OK):
         raise BundleError(f"bundle {bundle}: found a folder that cannot be written, needed one for the result: copy the bundle")
     refs = recorded_refs(opened.spec, source, target)
-    # Text is read before weights are loaded, so that too little of it is found out at once.
+    # Text is read before weights are loaded, so that too little text is an error early on.
     tokenizer = models.load_tokenizer(*refs[1], trust_remote_code=loading[1].trust_remote_code)
     read = _Texts(
         text or TextOptions(dataset="demo:heldout"), texts or {}, tokenizer, options, digests.of_recipe(opened.recipe)
@@ -144,11 +143,8 @@ def evaluate(
     read.describe(report)
     report = _finite(report)
     pictures = evaluation_pictures(report)
-    data = json.dumps(report, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    add_files(
-        opened.folder,
-        {"evaluation.json": data.encode(), "evaluation.md": markdown(report, opened.spec).encode(), **pictures},
-    )
+    data = dump_record("evaluation.json", report)
+    add_files(opened.folder, {"evaluation.json": data, "evaluation.md": markdown(report, opened.spec).encode(), **pictures})
     write_card(opened.folder)
     page = _write_page(opened.folder, html_page(report, opened.spec, pictures, transcripts))
     found = Evaluated(opened.folder, report, page)
@@ -172,7 +168,7 @@ def _write_page(folder: Path, page: str) -> Path | None:
 
 
 class _Texts:
-    """The held-out documents of every length and kind, read once."""
+    """The held-out documents of all lengths and kinds, read once."""
 
     def __init__(
         self,
@@ -191,22 +187,22 @@ class _Texts:
         self.fillers = fillers(text, options.probes, fitted) if options.probes else []
 
     def ids(self) -> dict[int, Tensor]:
-        """(N, prefix + C) ids by length."""
+        """(N, prefix + C) ids of the main text, by length."""
         return {prefix: found.ids for prefix, found in self.main.items()}
 
     def further_ids(self) -> dict[str, Tensor]:
-        """(N, prefix + C) ids of the further texts."""
+        """(N, prefix + C) ids of the further texts, by name."""
         return {name: found.ids for name, found in self.further.items()}
 
     def digest(self) -> str:
-        """Of all text that is read, so that a changed file is another job."""
+        """Digest of all text that was read, so that an evaluation of a changed file does not continue."""
         found = hashlib.sha256("\0".join(self.fillers).encode())
         for one in (*self.main.values(), *self.further.values()):
             found.update(one.ids.numpy().tobytes())
         return found.hexdigest()
 
     def describe(self, report: dict[str, Any]) -> None:
-        """Say in the report which texts were read, by names instead of paths, and what was left out."""
+        """Add to the report which texts were read, by names instead of paths, and how many documents were left out."""
         longest = max(self.main)
         report["text"] = public_name(self.text.dataset)
         report["overlap"] = {"checked": self.checked, "left_out": self.main[longest].left_out}
@@ -215,7 +211,7 @@ class _Texts:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have: a mean over nothing must not lose an hour's measurements."""
+    """The report with None for NaN and infinity, so that a mean over nothing does not make the whole report invalid."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

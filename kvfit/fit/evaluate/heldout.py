@@ -1,4 +1,4 @@
-"""Text to evaluate on: different documents, and none that the map was fitted on."""
+"""Read text to evaluate on: different documents, none of which the map was fitted on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvfit.fit.capture.sequences import sequences
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.stats import digests
 
-# A text that holds probes of its own would ask two things at once.
+# Documents with probes of their own would add a second set of questions.
 PROBE_MARKS = ("[Codes", "[Recall")
 
 
@@ -24,8 +24,8 @@ class Heldout:
     """Documents of one text.
 
     Attributes:
-        ids: (N, T), of N different documents.
-        left_out: documents before the last of them that were not taken because the map was fitted on them.
+        ids: (N, T), token ids of N different documents.
+        left_out: number of documents that were left out because the map was fitted on them.
     """
 
     ids: Tensor
@@ -33,17 +33,17 @@ class Heldout:
 
 
 def heldout(text: TextOptions, tokenizer: Any, length: int, count: int, fitted: Collection[str] | None) -> Heldout:
-    """The first documents that can be used. With the same one twice, the arm `shuffled` would be no control.
+    """The first suitable documents. They must differ, because otherwise the arm `shuffled` would not be a control.
 
     Args:
-        text: where they come from.
-        tokenizer: of both models.
-        length: tokens of each.
-        count: most documents.
-        fitted: digests of the documents that the map was fitted on; None where that is not known.
+        text: the text.
+        tokenizer: the tokenizer of both models.
+        length: tokens per document.
+        count: maximal number of documents.
+        fitted: digests of the documents that the map was fitted on; None if they are not known.
 
     Raises:
-        TextError: fewer than two are left.
+        TextError: there are fewer than two.
     """
     rows: dict[tuple[int, ...], None] = {}
     left_out = 0
@@ -68,6 +68,6 @@ def heldout(text: TextOptions, tokenizer: Any, length: int, count: int, fitted: 
 
 
 def fillers(text: TextOptions, count: int, fitted: Collection[str] | None) -> list[str]:
-    """Texts to hide probes in: the first documents that hold none of their own and that the map was not fitted on."""
+    """Texts to hide facts in: the first documents without probes of their own that the map was not fitted on."""
     plain = (document for document in documents(text) if not any(mark in document for mark in PROBE_MARKS))
     return list(islice((one for one in plain if fitted is None or digests.digest(one) not in fitted), count))

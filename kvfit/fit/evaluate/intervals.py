@@ -1,4 +1,4 @@
-"""Shares of the likelihood gap, and bootstrap intervals over documents."""
+"""The share of the likelihood gap that an arm recovers, and bootstrap intervals over documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A gap smaller than this, in nats per token, has no shares.
+# For a gap below this, in nats per token, the share is 0.
 SMALLEST_GAP = 1e-9
 
 
@@ -31,11 +31,11 @@ def share_interval(source: Tensor, native: Tensor, arm: Tensor, *, resamples: in
     """Paired bootstrap 95 % interval of `share_of_gap` over documents.
 
     Args:
-        source: (N,) negative log-likelihood per document under the source.
-        native: (N,) under the target with its own cache.
-        arm: (N,) under the arm.
-        resamples: how often the N documents are drawn anew; all three are drawn together.
-        seed: of the draws.
+        source: (N,), negative log-likelihood per document of the source.
+        native: (N,), that of the target with its own cache.
+        arm: (N,), that of the arm.
+        resamples: number of bootstrap samples; each draws the same documents from all three.
+        seed: seed of the draws.
     """
     rows = _resampled(len(source), resamples, seed)
     above, gap = (source - arm)[rows].mean(1), (source - native)[rows].mean(1)
@@ -43,13 +43,13 @@ def share_interval(source: Tensor, native: Tensor, arm: Tensor, *, resamples: in
 
 
 def cluster_interval(right: Sequence[float], clusters: Sequence[int], *, resamples: int, seed: int) -> tuple[float, float]:
-    """Bootstrap 95 % interval of a mean whose items come in clusters: whole clusters are drawn, not items.
+    """Bootstrap 95 % interval of a mean over items in clusters. Whole clusters are drawn, not items.
 
     Args:
         right: one number per item.
         clusters: the cluster (document) of each item.
-        resamples: how often the clusters are drawn anew.
-        seed: of the draws.
+        resamples: number of bootstrap samples.
+        seed: seed of the draws.
     """
     names = sorted(set(clusters))
     numbers = torch.tensor([names.index(name) for name in clusters])

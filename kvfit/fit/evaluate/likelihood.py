@@ -1,4 +1,4 @@
-"""Likelihood of held-out text under every arm, and how far each is from the target with its own cache."""
+"""Measure the likelihood of held-out text under every arm, and the arm's distance to the target with its own cache."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from torch import Tensor
 
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm
+from kvfit.fit.evaluate.options import Options
 from kvfit.fit.progress import track
 
 FIRST_TOKENS = 16
-# Documents whose mapped tokens make the mean of the `mean` control.
+# Number of documents whose mapped tokens are averaged for the `mean` control.
 MEAN_DOCUMENTS = 8
 
 
 @dataclass(frozen=True)
 class Scores:
-    """One arm over N documents of C continuation tokens; float64 on the CPU.
+    """The scores of one arm on N documents with C continuation tokens; float64 on the CPU.
 
     Attributes:
-        nll: (N,) mean negative log-likelihood per token, in nats.
-        kl: (N,) mean of KL(native | arm) over the vocabulary, in nats per token.
-        kl_first: (N,) the same over the first 16 tokens.
-        kl_tokens: (N, C) the same of every token.
-        top1: (N,) share of tokens whose likeliest next token is native's.
-        greedy: (N,) share of native's greedy continuation that the arm says alike before its first different token.
-        recomputed: (N,) share of the prefix that the target recomputed in the arm.
+        nll: (N,), mean negative log-likelihood in nats per token.
+        kl: (N,), mean of KL(native | arm) in nats per token.
+        kl_first: (N,), the mean over the first 16 tokens.
+        kl_tokens: (N, C), KL of every token.
+        top1: (N,), share of tokens with the same most likely next token as native.
+        greedy: (N,), share of native's greedy continuation before the arm's first different token.
+        recomputed: (N,), share of the prefix that the target recomputed in the arm.
     """
 
     nll: Tensor
@@ -43,11 +44,11 @@ class Scores:
     recomputed: Tensor
 
     def rows(self, chosen: Tensor) -> Scores:
-        """The documents `chosen`."""
+        """The scores of the documents `chosen`."""
         return Scores(**{name: getattr(self, name)[chosen] for name in self.__dataclass_fields__})
 
 
-# Per arm and field of `Scores`, a list with an entry per document; JSON values, so that a batch can be kept.
+# Per arm and field of `Scores`, a list with an entry per document. These are JSON values, so that a batch can be saved.
 Batch = dict[str, dict[str, list[Any]]]
 
 
@@ -55,9 +56,8 @@ def likelihood(
     pair: arms.Pair,
     ids: Tensor,
     prefix: int,
+    options: Options,
     *,
-    batch_size: int,
-    greedy_tokens: int = 64,
     chosen: Collection[Arm] = arms.ARMS,
     references: dict[int, Reference] | None = None,
     progress: bool = True,
@@ -69,17 +69,16 @@ def likelihood(
         pair: models and mapper.
         ids: (N, prefix + C) token ids of N >= 2 different documents.
         prefix: tokens of context; the cache of an arm covers all but the last of them.
-        batch_size: documents per forward pass.
-        greedy_tokens: length of the greedy continuation; 0 for none.
+        options: `batch_size` documents per forward pass, and `greedy` tokens of greedy continuation.
         chosen: arms to score.
         references: remembers what native makes of each batch, to judge the next mapper on the same documents: a vocabulary's
             worth of logits for every scored token.
         progress: show a bar.
         kept: ``kept(name, measure)`` gives what an interrupted evaluation has measured of a batch, or measures it.
     """
-    scorer = _Scorer(pair, ids, prefix, greedy_tokens, chosen, references)
+    scorer = _Scorer(pair, ids, prefix, options.greedy, chosen, references)
     joined: dict[Arm, dict[str, list[Any]]] = {}
-    batches = torch.split(torch.arange(len(ids)), batch_size)
+    batches = torch.split(torch.arange(len(ids)), options.batch_size)
     for rows in track(batches, f"evaluate, likelihood at {prefix} tokens", "batches", show=progress):
 
         def measure(rows: Tensor = rows) -> Batch:
@@ -102,7 +101,7 @@ def _scores(found: dict[str, list[Any]]) -> Scores:
 
 
 class _Scorer:
-    """Scores documents batch by batch; what all batches share is made when the first is measured."""
+    """Scores documents batch by batch. What all batches share is computed with the first."""
 
     def __init__(
         self,
@@ -125,7 +124,8 @@ class _Scorer:
     def batch(self, rows: Tensor) -> Batch:
         """Scores of the documents `rows` under every arm."""
         pair, prefix, part = self.pair, self.prefix, self.ids[rows]
-        # The neighbour in the batch is the wrong document; a document alone in its batch takes the next of all.
+        # For `shuffled`, each document gets its neighbour in the batch. A document that is alone in its batch gets the next
+        # one.
         other = None if len(rows) > 1 else arms.Prefixes(pair, self.ids[(rows + 1) % len(self.ids), : prefix - 1])
         mean = self.mean if "mean" in self.chosen else None
         prefixes = arms.Prefixes(pair, part[:, : prefix - 1], other=other, mean=mean)
@@ -143,7 +143,7 @@ class _Scorer:
         return out
 
     def _reference(self, prefixes: arms.Prefixes, rows: Tensor) -> tuple[Reference, arms.Rewindable | None]:
-        """What native makes of a batch, and its cache unless only remembered logits were needed."""
+        """The reference of a batch, and native's cache if it was made."""
         known = None if self.references is None else self.references.get(int(rows[0]))
         if known is not None and "native" not in self.chosen:
             return known, None
@@ -155,7 +155,7 @@ class _Scorer:
 
 
 class Reference:
-    """What the target with its own cache makes of one batch, kept to compare the other arms with."""
+    """The results of the target with its own cache on one batch, with which the other arms are compared."""
 
     def __init__(self, pair: arms.Pair, cache: arms.Rewindable, ids: Tensor, prefix: int, greedy_tokens: int) -> None:
         self.vocabulary = arms.shared_vocabulary(pair)
@@ -163,9 +163,9 @@ class Reference:
         self.logits = self._logits(pair.target, cache, ids)
         last = ids[:, prefix - 1 : prefix]
         said = arms.greedy(pair.target, cache.fresh(pair.target), last, greedy_tokens, self.vocabulary)
-        # The arm is run over native's own continuation: up to the first token at which it would have said another, that is
-        # what it would have said by itself. Native is run over it in the same way: many tokens at a time round otherwise than
-        # one at a time, and in bfloat16 the likeliest token is often a tie.
+        # Every arm runs over native's greedy continuation in one pass. Up to the first token at which it differs, this is what
+        # it would have generated itself. Native runs over it in the same way, because a pass over many tokens rounds
+        # differently than single steps, and in bfloat16 the most likely token is often a tie.
         self.said = torch.cat([ids[:, :prefix], said.to(ids.device)], 1)
         self.would = self._logits(pair.target, cache, self.said).argmax(-1) if greedy_tokens else None
 
@@ -173,10 +173,10 @@ class Reference:
         return arms.continuation_logits(model, cache.fresh(model), ids, self.prefix, self.vocabulary)
 
     def score(self, model: Any, cache: arms.Rewindable) -> dict[str, list[Any]]:
-        """Score a model that continues the same documents from a cache: per document, the fields of `Scores`."""
+        """Score a model that continues the same documents from a cache. Returns the fields of `Scores` per document."""
         found = self._logits(model, cache, self.ids).to(self.logits.device)
         out: dict[str, list[Any]] = {"nll": [], "kl_tokens": [], "top1": []}
-        # Row by row: a vocabulary's worth of float32 for a whole batch would be the largest thing in memory.
+        # Row by row, because float32 log-probabilities of a whole batch would need most memory.
         for row, native in enumerate(self.logits):
             ours, theirs = (F.log_softmax(logits.float(), -1) for logits in (native, found[row]))  # (C, vocabulary)
             wanted = self.ids[row, self.prefix :].to(theirs.device)

@@ -1,7 +1,8 @@
-"""Everything that is measured with one loaded pair of models, part by part, and the report that is made of it."""
+"""Measure everything with one loaded pair of models, part by part, and make the report."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvfit.fit.evaluate.arms import Arm, Prefixes
 from kvfit.fit.evaluate.clock import lengths_up_to, milliseconds
 from kvfit.fit.evaluate.diagnose import Diagnosis, diagnose
 from kvfit.fit.evaluate.intervals import share_interval, share_of_gap
-from kvfit.fit.evaluate.likelihood import Scores, likelihood
+from kvfit.fit.evaluate.likelihood import Batch, Scores, likelihood
 from kvfit.fit.evaluate.options import Options
 from kvfit.fit.evaluate.parts import Parts
 from kvfit.fit.evaluate.recall import pooled, recall_table
@@ -33,7 +34,7 @@ class Measured:
         self.pair, self.tokenizer, self.options, self.progress = pair, tokenizer, options, progress
 
     def count(self, n_further: int) -> int:
-        """How many parts there are, at most: text that has too few documents makes fewer."""
+        """An upper bound of the number of parts. There are fewer if the text has too few documents."""
         options = self.options
         batches = -(-options.documents // options.batch_size)
         tables = len(options.prefixes) + n_further
@@ -42,7 +43,7 @@ class Measured:
         return tables * batches + kinds + (1 + n_further if options.diagnose else 0) + single
 
     def plan(self) -> str:
-        """What will be measured, for the first line of the log."""
+        """A summary of what will be measured, for the first line of the log."""
         options = self.options
         parts = [f"{options.documents} documents at {', '.join(map(str, options.prefixes))} tokens of context"]
         parts += [f"{options.probes} questions of {len(options.probe_kinds)} kinds"] if options.probes else []
@@ -57,10 +58,10 @@ class Measured:
 
         Args:
             opened: the bundle.
-            read: held-out ids by length of the context.
+            read: held-out ids by context length.
             further: held-out ids of further texts by name.
             fillers: texts to hide facts in.
-            parts: keeps what is measured.
+            parts: saves every measurement.
         """
         options = self.options
         longest = options.prefixes[-1]
@@ -108,17 +109,13 @@ class Measured:
         }, transcripts
 
     def arms(self, ids: Tensor, prefix: int, recalled: dict[str, Any], parts: Parts, name: str) -> dict[str, Any]:
-        """Per arm what `evaluation.json` says of it."""
+        """The table of arms for `evaluation.json`."""
         options = self.options
-        scores = likelihood(
-            self.pair,
-            ids,
-            prefix,
-            batch_size=options.batch_size,
-            greedy_tokens=options.greedy,
-            progress=self.progress,
-            kept=lambda rows, measure: parts(f"likelihood, {name}, {rows}", measure),
-        )
+
+        def kept(rows: str, measure: Callable[[], Batch]) -> Batch:
+            return parts(f"likelihood, {name}, {rows}", measure)
+
+        scores = likelihood(self.pair, ids, prefix, options, progress=self.progress, kept=kept)
         pool = pooled(recalled)
         return {
             arm: _row(scores, arm, options) | {key: pool.get(arm, {}).get(key) for key in ("recall", "log_probability")}
@@ -126,27 +123,16 @@ class Measured:
         }
 
     def recall(self, prefix: int, fillers: list[str], parts: Parts) -> dict[str, Any]:
-        """Per kind of question what `evaluation.json` says of it."""
+        """The table of recall for `evaluation.json`."""
         options = self.options
         if not options.probes or len(fillers) < 2:
             return {}
         return recall_table(
-            self.pair,
-            self.tokenizer,
-            fillers,
-            options.probe_kinds,
-            count=options.probes,
-            context_tokens=prefix - 1,
-            able_from=options.thresholds.recall_native,
-            batch_size=options.batch_size,
-            resamples=options.resamples,
-            seed=options.seed,
-            progress=self.progress,
-            kept=parts,
+            self.pair, self.tokenizer, fillers, options, context_tokens=prefix - 1, progress=self.progress, kept=parts
         )
 
     def diagnosis(self, ids: Tensor, parts: Parts, name: str) -> Diagnosis | None:
-        """Layers and heads on the first documents, at the longest prefix."""
+        """The diagnosis of layers and heads on the first documents, at the longest prefix."""
         options = self.options
         if not options.diagnose:
             return None
@@ -158,21 +144,21 @@ class Measured:
         return Diagnosis.from_json(parts(f"layers, {name}", measure))
 
     def times(self, ids: Tensor) -> dict[str, Any]:
-        """Times of every evaluated length, of powers of two below, and up to `time_tokens`."""
+        """The times of every evaluated length and of powers of two, up to `time_tokens`."""
         options = self.options
         evaluated = [prefix - 1 for prefix in options.prefixes]
         lengths = lengths_up_to(max(evaluated[-1], options.time_tokens), *evaluated)
-        row = ids.flatten()  # what the tokens are makes no difference to the time
+        row = ids.flatten()  # the time does not depend on the tokens
         row = row.repeat(-(-lengths[-1] // len(row)))[None, : lengths[-1]]
         return milliseconds(self.pair, row, lengths=lengths, seconds=options.seconds, progress=self.progress)
 
     def turns(self, ids: Tensor) -> list[dict[str, Any]]:
-        """Drift over a conversation that goes back and forth."""
+        """The drift over a conversation that moves back and forth."""
         return drift(self.pair, ids, self.options.turns, batch_size=self.options.batch_size, progress=self.progress)
 
     @torch.no_grad()
     def transcripts(self, ids: Tensor) -> list[dict[str, str]]:
-        """The end of some contexts, and how native, the moved target and the source go on, greedily."""
+        """The end of some contexts, and the greedy continuations of native, of the handoff and of the source."""
         prefix, out = self.options.prefixes[-1], list[dict[str, str]]()
         vocabulary = arms.shared_vocabulary(self.pair)
         for part in torch.split(ids[: self.options.transcripts, :prefix], self.options.batch_size):
@@ -199,7 +185,7 @@ def _row(scores: dict[Arm, Scores], arm: Arm, options: Options) -> dict[str, Any
         "kl_first": float(found.kl_first.mean()),
         "top1": float(found.top1.mean()),
         "recomputed": float(found.recomputed.mean()),
-        "greedy_match": greedy if greedy == greedy else None,  # NaN where none was asked for
+        "greedy_match": greedy if greedy == greedy else None,  # NaN if none was requested
         "share_of_gap": share_of_gap(source, native, found.nll),
         "interval": list(share_interval(source, native, found.nll, resamples=options.resamples, seed=options.seed)),
     }

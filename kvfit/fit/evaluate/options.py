@@ -1,4 +1,4 @@
-"""How a bundle is evaluated: the options of `evaluate`, checked."""
+"""The options of `evaluate`, checked."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from kvfit.errors import OptionError
 from kvfit.fit.evaluate.questions import PROBE_KINDS, QUESTIONS_PER_CONTEXT, ProbeKind
 from kvfit.fit.evaluate.verdict import Thresholds
 
-LEAST_MAPPED = 0.25  # of the context, in the arm that is judged
+LEAST_MAPPED = 0.25  # least share of the context that the map must provide in the judged handoff
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a bundle is evaluated.
+    """What an evaluation measures, and the thresholds of its verdict.
 
     Attributes:
-        prefix: tokens of context, the model's own last token included; several lengths are measured one after the other.
-        continuation: tokens scored after it.
-        documents: how many documents.
-        probes: how many recall questions of each kind, of two contexts at least; 0 for none.
-        probe_kinds: see `kvfit.fit.evaluate.questions`.
-        greedy: tokens of the greedy continuation that is compared with native's; 0 for none.
-        diagnose: documents that layers and heads are diagnosed on; 0 for none.
-        turns: turns of the target in a conversation that goes back and forth; 0 for none.
-        transcripts: documents whose continuations the HTML page shows side by side; 0 for none.
-        exact_head: first tokens that the target runs itself in the `handoff` arm.
-        exact_tail: last tokens of the prefix that it runs itself there.
+        prefix: tokens of context, including the last token, which the model runs itself; several lengths are measured in turn.
+        continuation: number of tokens after the context that are scored.
+        documents: number of documents.
+        probes: number of recall questions of each kind, about at least two contexts; 0 for none.
+        probe_kinds: kinds of recall questions; see `kvfit.fit.evaluate.questions`.
+        greedy: length of the greedy continuation that is compared with native's; 0 for none.
+        diagnose: number of documents to diagnose layers and heads on; 0 for none.
+        turns: the target's turns in a conversation that moves back and forth; 0 for none.
+        transcripts: number of documents whose continuations the HTML page shows; 0 for none.
+        exact_head: number of first tokens that the target runs itself in the `handoff` arm.
+        exact_tail: number of last tokens of the prefix that it runs itself there.
         recompute: share of the prefix that it recomputes there, guided by the source.
         batch_size: documents per forward pass.
-        seconds: time for all timings together; 0 for none. How often each is repeated follows from the time that one run takes.
-        time_tokens: time lengths up to this one, where it is longer than the longest prefix.
-        resamples: of the bootstrap.
-        seed: of questions and bootstrap.
-        thresholds: of the verdict.
+        seconds: time for all timings together; 0 for none. The number of repetitions follows from the time of one run.
+        time_tokens: longest length to time, if it is longer than the longest prefix.
+        resamples: number of bootstrap samples.
+        seed: seed of questions and bootstrap.
+        thresholds: thresholds of the verdict.
     """
 
     prefix: int | tuple[int, ...] = 384
@@ -96,17 +96,17 @@ class Options:
 
     @property
     def prefixes(self) -> tuple[int, ...]:
-        """The lengths, ascending; the last is the one whose arms stand at the top of the report."""
+        """The context lengths, ascending. The report begins with the arms of the last one."""
         return tuple(sorted({self.prefix} if isinstance(self.prefix, int) else set(self.prefix)))
 
     @property
     def handoff(self) -> str:
-        """The handoff that is judged, in words."""
+        """A description of the judged handoff."""
         return self._handoff(f"{self.recompute:.0%}" if self.recompute else "")
 
     @property
     def handoff_auto(self) -> str:
-        """The handoff that finds out how much to recompute, in words."""
+        """A description of the handoff that decides itself how much to recompute."""
         return self._handoff("as much as needed")
 
     def _handoff(self, recomputed: str) -> str:

@@ -1,4 +1,4 @@
-"""A bundle's two models, loaded and checked, with the mapper between them."""
+"""Load and check a bundle's two models, and the mapper between them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Pair:
     Attributes:
         source: the loaded source.
         target: the loaded target.
-        mapper: between them, its weights on the target's devices.
-        exact_head: first tokens that the target runs itself in the `handoff` arm.
-        exact_tail: last tokens of the prefix that it runs itself there.
+        mapper: the mapper between them, with its weights on the target's devices.
+        exact_head: number of first tokens that the target runs itself in the `handoff` arm.
+        exact_tail: number of last tokens of the prefix that it runs itself there.
         recompute: share of the prefix that it recomputes there, guided by the source; 0 for none.
-        prefilled: where several mappers are judged on the same contexts: remembers the source's keys and values by the bytes
-            of the ids. None remembers nothing.
+        prefilled: cache of the source's keys and values by the bytes of the ids, for several mappers on the same contexts; None
+            for no cache.
     """
 
     source: Any
@@ -49,18 +49,18 @@ def load_pair(
     loading: tuple[models.Options, models.Options] | None = None,
     **options: Any,
 ) -> tuple[Pair, Any]:
-    """Both models of a bundle, checked, with its mapper on the target's devices; and their tokenizer.
+    """Load and check both models of a bundle. Returns them with the mapper on the target's devices, and the tokenizer.
 
     Args:
-        bundle: an opened bundle.
-        source: ref of the source model; default the one that the bundle names.
-        target: likewise.
+        bundle: an open bundle.
+        source: ref of the source model; by default the one in the bundle.
+        target: ref of the target model; by default the one in the bundle.
         loading: how source and target are loaded.
         **options: `exact_head`, `exact_tail` and `recompute` of the pair.
 
     Raises:
         RefError: a model cannot be found.
-        MismatchError: a model is not the one that the bundle was fitted on.
+        MismatchError: the bundle was fitted on another model.
     """
     specs = (bundle.spec.source, bundle.spec.target)
     refs = recorded_refs(bundle.spec, source, target)
@@ -74,11 +74,11 @@ def load_pair(
 
 
 def mapper_for(bundle: Bundle, target: Any) -> Mapper:
-    """A bundle's mapper on the devices of the loaded target, whatever an earlier evaluation said of it."""
+    """A bundle's mapper on the devices of the loaded target, whatever the verdict of an earlier evaluation."""
     devices = caches.layer_devices(target, bundle.spec.target.n_layers)
     return Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
 
 
 def shared_vocabulary(pair: Pair) -> int:
-    """Logits that both models have: two of one family may pad their embeddings to different sizes."""
+    """The number of logits that both models have. Models of one family may pad their embeddings to different sizes."""
     return min(int(text_config(model).vocab_size) for model in (pair.source, pair.target))

@@ -1,18 +1,18 @@
-"""Recall questions: facts hidden in natural text, and questions whose answers stand nowhere else.
+"""Recall questions: facts hidden in natural text, and questions that only these facts can answer.
 
-Likelihood can improve while nothing of the context arrives. A fact that was drawn at random cannot be guessed, so an answer
-shows that the cache holds it. The kinds of question:
+Likelihood can improve although no content of the context gets through. A random fact cannot be guessed, so a right answer
+shows that the cache contains it. The kinds of questions:
 
     names     a list of names with random codes, asked by name
     list      lines of random keys and values, asked by key
     sentence  sentences about people, asked by their beginning
     item      sentences about things with invented names, asked by their beginning
-    reworded  sentences about invented people, asked in other words than the sentence's
+    reworded  sentences about invented people, asked in different words
     two-hop   pairs of sentences far apart: the first says where to look, the second holds the answer
 
-Every question comes with a worked example: another fact of the same context, asked and answered. It shows the model the form of
-the answer, so that a wrong answer means a fact that was not found. Words and sentences here are for evaluation only; no
-calibration text may use them, or recall would measure what the map was fitted on.
+Before every question there is a worked example: another fact of the same context, with question and answer. It shows the
+form of the answer, so that a wrong answer means that the fact was not found. The words here are for evaluation only:
+calibration text must not use them, or recall would measure what the map was fitted on.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DISHES = "soup trout bread honey cheese plums lentils olives porridge figs mutto
 HEADS = "Bel Cru Dro Fen Gra Hol Jas Kel Lum Mor Nev Pli Quo Ras Stu Tre Urm Vax Wil Yed".split()
 TAILS = "badin dovar fenna grith kessel lomir mundo nash pirel quist rosk stine tavel vonda wick xanto yora zeph".split()
 
-# The end of the context is left free of facts: there, an answer would come from tokens that any arm has next to the question.
+# There are no facts at the end of the context, where every arm would have them right before the question.
 LAST_DEPTH = 0.9
 MOST_ENTRIES, LEAST_ENTRIES = 8, 2
-QUESTIONS_PER_CONTEXT = 3  # one in each third of the context, where a kind hides several facts
+QUESTIONS_PER_CONTEXT = 3  # one in each third of the context, if the kind hides several facts
 
 
 def codes(rng: random.Random, count: int, digits: int = 2) -> list[tuple[str, str]]:
@@ -56,12 +56,12 @@ def codes(rng: random.Random, count: int, digits: int = 2) -> list[tuple[str, st
 
 
 def list_text(pairs: Sequence[tuple[str, str]]) -> str:
-    """The list as it stands in the context."""
+    """The list as it appears in the context."""
     return "[Codes: " + "; ".join(f"{name} {code}" for name, code in pairs) + "]"
 
 
 def question_text(name: str, code: str = "") -> str:
-    """A question with its answer, or the open question where `code` is empty."""
+    """A question with its answer, or the open question if `code` is empty."""
     return f"[Recall {name} {code}]" if code else f"[Recall {name}"
 
 
@@ -70,13 +70,13 @@ class Probe:
     """One question.
 
     Attributes:
-        kind: of the question.
-        document: number of the context; questions about one context share it.
-        depth: where the fact begins, as a share of the context; of two facts, the earlier one.
-        context_ids: what the moved cache covers.
-        question_ids: what the target runs itself: the worked example and the open question.
-        answer: what it has to say next, exactly, white space aside.
-        answer_ids: the answer's tokens, as they follow the question.
+        kind: kind of the question.
+        document: number of the context, which several questions may share.
+        depth: where the fact begins, as a share of the context; for two facts, the earlier one.
+        context_ids: tokens of the moved cache.
+        question_ids: tokens that the target runs itself: the worked example and the open question.
+        answer: the exact answer, apart from white space.
+        answer_ids: tokens of the answer after the question.
     """
 
     kind: ProbeKind
@@ -93,11 +93,11 @@ class _Entry:
     """One fact that can be asked for.
 
     Attributes:
-        question: open, ends where the answer begins.
-        answer: follows after a space.
-        closing: follows the answer where the entry is the worked example.
+        question: the open question, which ends where the answer begins.
+        answer: the answer, which follows after a space.
+        closing: text after the answer if the entry is the worked example.
         needs: numbers of the texts that hold the fact.
-        share: of its text that stands before the fact, for texts that hold many.
+        share: share of the text before the fact, for a text with several facts.
     """
 
     question: str
@@ -109,7 +109,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Planted:
-    """Texts to hide, each at a depth of its own, and what can be asked about them."""
+    """Texts to hide at different depths, and the facts that can be asked for."""
 
     texts: Sequence[str]
     entries: Sequence[_Entry]
@@ -164,13 +164,13 @@ def _two_hop(rng: random.Random, n_entries: int) -> _Planted:
     held = [f"{rng.randrange(1000, 10000)}" for _ in names]
     first = [f" {name} owns the {colour} box." for name, colour in zip(names, colours, strict=True)]
     second = [f" The {colour} box holds the number {value}." for colour, value in zip(colours, held, strict=True)]
-    # The answer names both hops: a small model finds the second only once it has written the first down.
+    # The answer contains both hops, because a small model finds the second only after writing down the first.
     entries = [_Entry(f"\n{names[i]} ->", f"{colours[i]} box -> {held[i]}", "", (i, n_entries + i)) for i in range(n_entries)]
     return _Planted([*first, *second], entries)
 
 
 def _invented(rng: random.Random, count: int) -> list[str]:
-    """Different names that no text has, of two parts."""
+    """Different invented names of two parts."""
     return rng.sample([head + tail for head in HEADS for tail in TAILS], count)
 
 
@@ -195,20 +195,21 @@ def probes(
     per_context: int = 1,
     seed: int = 0,
 ) -> list[Probe]:
-    """`count` questions of one kind; the depths of their facts are spread over the context.
+    """`count` questions of one kind, with facts at depths that are spread over the context.
 
     Args:
-        tokenizer: of both models.
-        fillers: natural text to hide the facts in; used in turn.
-        kind: see the module.
-        count: how many questions.
+        tokenizer: the tokenizer of both models.
+        fillers: natural texts to hide the facts in, used in turn.
+        kind: kind of the questions.
+        count: number of questions.
         context_tokens: exact length of each context.
-        n_entries: facts in each context; fewer where the context is too short for so many.
-        per_context: questions about each context.
-        seed: of names, codes, and where the facts stand.
+        n_entries: number of facts in each context; fewer if the context is too short.
+        per_context: number of questions about each context.
+        seed: seed of names, codes and depths.
 
     Raises:
-        TextError: the context is too short for two facts, or a filler is shorter than it. MismatchError: a number below 1.
+        TextError: the context is too short for two facts, or a filler is shorter than it.
+        MismatchError: a number is below 1.
     """
     if min(count, per_context) < 1 or n_entries < LEAST_ENTRIES:
         raise MismatchError(
@@ -217,7 +218,7 @@ def probes(
         )
     if not fillers:
         raise TextError("probes: found no text to hide facts in, needed some")
-    # A string's own seed: Python's hash of it differs between processes.
+    # Random uses the string itself as its seed; `hash` of a string would differ between processes.
     rng = random.Random(f"{seed}/{kind}/{context_tokens}")
     n_contexts = -(-count // per_context)
     out: list[Probe] = []
@@ -244,7 +245,7 @@ def probes(
 
 
 def _asked(rng: random.Random, depths: Sequence[float], count: int, done: int) -> list[int]:
-    """The entries to ask about in one context: in turn, those nearest to the middle of each third of the context."""
+    """The entries to ask about in one context: in turn, those that are closest to the middle of each third of the context."""
     unasked = rng.sample(range(len(depths)), len(depths))
     chosen = []
     for turn in range(done, done + min(count, len(depths))):
@@ -263,13 +264,13 @@ def _context(
     n_entries: int,
     spread: tuple[float, float],
 ) -> tuple[_Planted, tuple[int, ...], list[float]]:
-    """What was planted, `context_tokens` ids, and the depth of each entry."""
+    """The planted texts, the `context_tokens` ids of the context, and the depth of each entry."""
     start = [token for token in tokenizer("")["input_ids"] if token == tokenizer.bos_token_id][:1]
     for entries in range(n_entries, LEAST_ENTRIES - 1, -1):
         planted = _PLANTERS[kind](rng, entries)
         texts = [_ids(tokenizer, text) for text in planted.texts]
         room = context_tokens - len(start) - sum(map(len, texts))
-        # Facts take up half of a context at most: it is natural text that they are hidden in.
+        # At most half of a context are facts, so that they are hidden in natural text.
         if room >= context_tokens // 2:
             break
     else:
@@ -281,7 +282,7 @@ def _context(
         cuts = [int(room * LAST_DEPTH * (spread[0] + rng.random() * (spread[1] - spread[0])))]
     else:
         cuts = sorted(rng.sample(range(int(room * LAST_DEPTH)), len(texts)))
-    # Which text stands where: facts that belong together are not always in the same order.
+    # Texts are planted in random order, so that facts that belong together are not always in the same order.
     order = rng.sample(range(len(texts)), len(texts))
     context, starts, used = list(start), [0] * len(texts), 0
     for text, cut in zip(order, cuts, strict=True):
@@ -296,5 +297,4 @@ def _context(
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,7 +1,7 @@
-"""Recall: which arms answer questions about the context, exactly and how surely, by kind and by where the fact stood.
+"""Measure recall: how each arm answers questions about the context, by kind of question and depth of the fact.
 
-An answer is scored by one pass over the question and the answer together. It is exact where greedy decoding would give its
-tokens and then end the word; its log-probability separates maps long before exact answers do.
+An answer is scored by one pass over the question and the answer together. It is exact if greedy decoding would give its tokens
+and then end the word. Its log-probability distinguishes maps long before exact answers do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from kvfit.errors import TextError
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm, Prefixes
 from kvfit.fit.evaluate.intervals import cluster_interval
-from kvfit.fit.evaluate.questions import QUESTIONS_PER_CONTEXT, Probe, ProbeKind, probes
+from kvfit.fit.evaluate.options import Options
+from kvfit.fit.evaluate.questions import QUESTIONS_PER_CONTEXT, Probe, probes
 from kvfit.fit.progress import track
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
@@ -30,10 +31,10 @@ DEPTHS = ("first third", "middle third", "last third")
 
 @dataclass(frozen=True)
 class Answered:
-    """How one arm answers one question.
+    """The score of one arm's answer to one question.
 
     Attributes:
-        exact: greedy decoding gives the answer's tokens, and what follows does not go on with the same word.
+        exact: whether greedy decoding gives the answer's tokens, and then does not continue the last word.
         log_probability: mean over the answer's tokens, in nats.
     """
 
@@ -53,24 +54,24 @@ def ask(
     batch_size: int = 8,
     progress: bool = True,
 ) -> Answers:
-    """How each arm answers each question.
+    """Score each arm's answer to each question.
 
     Args:
         pair: models and mapper.
-        tokenizer: of both models.
-        asked: the questions; those about one context next to each other, all contexts of one length.
-        chosen: arms to ask. `shuffled` answers from another question's context, so at chance.
+        tokenizer: the tokenizer of both models.
+        asked: the questions; those about one context are adjacent, and all contexts have one length.
+        chosen: arms to ask. `shuffled` answers from another question's context, which gives the rate of guessing.
         batch_size: questions per forward pass, and contexts per prefill.
-        progress: show a bar.
+        progress: whether to show progress.
 
     Raises:
-        TextError: `shuffled` with a single context.
+        TextError: `shuffled` is asked with a single context.
     """
     answers: Answers = {arm: [] for arm in chosen}
     contexts = [list(group) for _, group in groupby(asked, key=lambda probe: probe.document)]
     if "shuffled" in chosen and len(contexts) < 2:
         raise TextError("probes: found one context, needed two or more so that one can be the wrong document")
-    # As many contexts at a time as their questions fit into one pass, but two at least, so that each has a wrong one.
+    # The contexts of a batch are as many as their questions fit into one pass, but at least two for `shuffled`.
     size = max(2, batch_size // max(map(len, contexts)))
     batches = list(_batches(contexts, size))
     for batch in track(batches, f"evaluate, recall of {asked[0].kind}", "batches", show=progress):
@@ -90,10 +91,10 @@ def _batches(contexts: Sequence[list[Probe]], size: int) -> Iterator[Sequence[li
 
 @torch.no_grad()
 def _answered(prefixes: Prefixes, arm: Arm, questions: Sequence[Probe], rows: Tensor, tokenizer: Any) -> list[Answered]:
-    """One arm's answers to the questions about a batch of contexts; `rows` says which context each is about."""
+    """One arm's answers to the questions about a batch of contexts; `rows` has the context of each question."""
     model = arms.model_of(prefixes.pair, arm)
     out: dict[int, Answered] = {}
-    # What is recomputed depends on the question, and the guide reads it without padding: one length at a time.
+    # The guide reads the question without padding to choose tokens, so only questions of one length are run together.
     guided = arm == "auto" or (arm == "handoff" and bool(prefixes.pair.recompute))
     for group in _of_one_length(questions) if guided else [list(range(len(questions)))]:
         chosen = [questions[number] for number in group]
@@ -115,13 +116,13 @@ def scored(model: Any, cache: Any, questions: Sequence[Probe], tokenizer: Any, v
     """Score one answer per sequence of a cache, in one pass.
 
     Args:
-        model: that answers.
-        cache: of B sequences; used up.
+        model: the model that answers.
+        cache: a cache of B sequences; changed in place.
         questions: B questions.
-        tokenizer: of the model.
-        vocabulary: logits that count.
+        tokenizer: the model's tokenizer.
+        vocabulary: number of logits to use.
     """
-    # Padding stands on the right, where no token of the question or the answer attends to it.
+    # Padding is on the right, where no token of the question or the answer attends to it.
     ids = [torch.tensor(probe.question_ids + probe.answer_ids) for probe in questions]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     logits = caches.forward(model, padded.to(input_device(model)), cache)
@@ -146,72 +147,60 @@ def recall_table(
     pair: arms.Pair,
     tokenizer: Any,
     fillers: Sequence[str],
-    kinds: Sequence[ProbeKind],
+    options: Options,
     *,
-    count: int,
     context_tokens: int,
-    able_from: float,
-    per_context: int = QUESTIONS_PER_CONTEXT,
-    batch_size: int = 8,
-    resamples: int = 1000,
-    seed: int = 0,
     progress: bool = True,
     kept: Callable[[str, Callable[[], Any]], Any] | None = None,
 ) -> dict[str, Any]:
     """Recall per kind of question and arm, with intervals over contexts.
 
-    The target with its own cache is asked first. Where it does not answer there is nothing to move: the kind does not judge,
-    and the other arms are not asked.
+    The target with its own cache is asked first. If it cannot answer a kind of question, that kind says nothing about the map:
+    it does not judge, and the other arms are not asked.
 
     Args:
         pair: models and mapper.
-        tokenizer: of both models.
+        tokenizer: the tokenizer of both models.
         fillers: natural texts to hide facts in.
-        kinds: which questions.
-        count: questions per kind.
+        options: `probes`, `probe_kinds`, `batch_size`, `resamples`, `seed`, and the threshold `recall_native` are used.
         context_tokens: length of the contexts.
-        able_from: least exact recall of the target with its own cache for a kind to judge.
-        per_context: questions about each context.
-        batch_size: questions per forward pass.
-        resamples: of the bootstrap.
-        seed: of questions and bootstrap.
-        progress: show bars.
-        kept: ``kept(name, measure)`` gives what an interrupted evaluation has measured under a name, or measures it.
+        progress: whether to show progress.
+        kept: ``kept(name, measure)`` returns what an interrupted evaluation has saved under a name, or measures and saves it.
 
     Returns:
         By kind: ``count``, ``judges``, ``reason`` (why it does not judge), and ``arms``: {arm: {recall, interval,
         log_probability, by_depth, log_probability_by_depth}}.
     """
     table: dict[str, Any] = {}
-    for kind in kinds:
+    for kind in options.probe_kinds:
         try:
             asked = probes(
                 tokenizer,
                 fillers,
                 kind=kind,
-                count=count,
+                count=options.probes,
                 context_tokens=context_tokens,
-                per_context=per_context,
-                seed=seed,
+                per_context=QUESTIONS_PER_CONTEXT,
+                seed=options.seed,
             )
         except TextError as error:
             table[kind] = {"count": 0, "judges": False, "reason": str(error).removeprefix("probes: "), "arms": {}}
             continue
 
-        def measured(asked: list[Probe] = asked) -> dict[str, Any]:
-            answers = ask(pair, tokenizer, asked, ("native",), batch_size=batch_size, progress=progress)
+        def measure(asked: list[Probe] = asked) -> dict[str, Any]:
+            answers = ask(pair, tokenizer, asked, ("native",), batch_size=options.batch_size, progress=progress)
             native = sum(answered.exact for answered in answers["native"]) / len(asked)
-            judges = native >= able_from
+            judges = native >= options.thresholds.recall_native
             if judges:
-                answers |= ask(pair, tokenizer, asked, AFTER_NATIVE, batch_size=batch_size, progress=progress)
+                answers |= ask(pair, tokenizer, asked, AFTER_NATIVE, batch_size=options.batch_size, progress=progress)
             return {
                 "count": len(asked),
                 "judges": judges,
                 "reason": None if judges else f"the target with its own cache answers {native:.0%}",
-                "arms": {arm: _row(found, asked, resamples, seed) for arm, found in answers.items()},
+                "arms": {arm: _row(found, asked, options.resamples, options.seed) for arm, found in answers.items()},
             }
 
-        table[kind] = measured() if kept is None else kept(f"recall of {kind}, {context_tokens} tokens", measured)
+        table[kind] = measure() if kept is None else kept(f"recall of {kind}, {context_tokens} tokens", measure)
     return table
 
 
@@ -237,10 +226,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def pooled(table: dict[str, Any]) -> dict[Arm, dict[str, Any]]:
-    """Exact recall and log-probability per arm over all questions of the kinds that judge; where none does, of the first asked.
+    """Exact recall and log-probability per arm over all kinds that judge; if none does, over the first kind that was asked.
 
     Returns:
-        {arm: {recall, log_probability}}; empty where nothing was asked.
+        {arm: {recall, log_probability}}; empty if nothing was asked.
     """
     judging = [entry for entry in table.values() if entry["judges"]]
     used = judging or [entry for entry in table.values() if entry["count"]][:1]

@@ -1,7 +1,7 @@
-"""The report of an evaluation, for a reader who has not seen the documentation: `evaluation.md` and one HTML page.
+"""Write the report of an evaluation, `evaluation.md` and one HTML page, for readers who do not know the documentation.
 
-Both are made by the template `report.jinja` from the same blocks. The HTML page needs no other file: its pictures are in it. It
-also quotes held-out text, so it lies beside the bundle and is not published with it.
+The template `report.jinja` makes both from the same blocks. The HTML page contains its pictures, so it needs no other file. It
+also quotes held-out text, so it is written next to the bundle and not published with it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def markdown(report: dict[str, Any], spec: MapperSpec) -> str:
 
     Args:
         report: the content of `evaluation.json`.
-        spec: of the bundle.
+        spec: the bundle's spec.
     """
     return _rendered("markdown", report, spec, {}, [])
 
 
 def html_page(report: dict[str, Any], spec: MapperSpec, pictures: dict[str, bytes], transcripts: list[dict[str, str]]) -> str:
-    """The report as one HTML page that needs no other file.
+    """The report as one self-contained HTML page.
 
     Args:
         report: the content of `evaluation.json`.
-        spec: of the bundle.
+        spec: the bundle's spec.
         pictures: PNG files by name.
         transcripts: contexts and their continuations, as `Measured.transcripts` returns them.
     """
@@ -41,7 +41,7 @@ def html_page(report: dict[str, Any], spec: MapperSpec, pictures: dict[str, byte
 
 
 def _prose(text: str) -> str:
-    """A paragraph as HTML: escaped, and what stands in backticks as code."""
+    """A paragraph as HTML: escaped, with text in backticks as code."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
@@ -51,7 +51,7 @@ def _rendered(
     import jinja2
 
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    # Escaping is the template's: names and reasons reach HTML through the filters `e` and `prose`, Markdown as they are.
+    # The template escapes: names and reasons go through the filters `e` and `prose` in HTML, and are unchanged in Markdown.
     environment.filters["prose"] = _prose
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     inline = {name: base64.b64encode(data).decode() for name, data in pictures.items()}

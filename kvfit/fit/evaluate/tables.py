@@ -1,4 +1,4 @@
-"""What the report of an evaluation says: its paragraphs and tables, in the order in which they are read."""
+"""The paragraphs and tables of an evaluation's report, in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHORT = {"transfer": "transfer", "handoff": "handoff", "auto": "auto", "prefill"
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of the report: any of a heading, a paragraph, bullets, a table and a picture, in this order."""
+    """A part of the report: optionally a heading, a paragraph, bullets, a table and a picture, in this order."""
 
     heading: str = ""
     text: str = ""
@@ -41,14 +41,14 @@ def _times(value: float | None) -> str:
 
 
 def blocks(report: dict[str, Any], spec: MapperSpec) -> Iterable[Block]:
-    """The report in the order in which it is read.
+    """The blocks of the report in order.
 
     Args:
         report: the content of `evaluation.json`.
-        spec: of the bundle.
+        spec: the bundle's spec.
     """
     tokens, options = report["tokens"], report["options"]
-    fine = "" if report["reasons"] else " Nothing that was measured speaks against moving conversations with this mapper."
+    fine = "" if report["reasons"] else " No measurement speaks against moving conversations with this mapper."
     yield Block(text=f"Verdict: {report['verdict']}.{fine}", bullets=report["reasons"])
     yield Block(
         text=f"The source ({spec.source.ref}) has read a text; its cache is mapped, and the target ({spec.target.ref}) "
@@ -62,10 +62,10 @@ def blocks(report: dict[str, Any], spec: MapperSpec) -> Iterable[Block]:
     if report["layers"]:
         yield Block(
             "Layers",
-            "How near mapped keys and values are to the target's own, per target layer. R2 is of the map as it is used; "
-            "explained is what is left of it when every output may be rescaled. Concentration above 1 says that errors lie "
-            "where attention reads. Attention cosine compares what the target's own queries read from mapped and from own keys "
-            "and values. Numbers per head are in `evaluation.json`.",
+            "How close mapped keys and values are to the target's own, per target layer. R2 is that of the map as it is used; "
+            "explained is the R2 after rescaling every output. Concentration above 1 means that errors are where attention "
+            "reads. Attention cosine compares what the target's own queries read from mapped and from own keys and values. "
+            "Numbers per head are in `evaluation.json`.",
             picture="evaluation-layers.png",
             **_layers(report["layers"]),
         )
@@ -82,9 +82,9 @@ def blocks(report: dict[str, Any], spec: MapperSpec) -> Iterable[Block]:
 
 
 def _overlap(report: dict[str, Any]) -> str:
-    """Whether the mapper was fitted on what it was measured on: claimed only where it was looked up."""
+    """A sentence on whether the mapper was fitted on the evaluation's text. It makes a claim only if that was checked."""
     if not report["overlap"]["checked"]:
-        return "Whether the mapper was fitted on some of them is not known: its bundle keeps no record of the documents."
+        return "It is not known whether the mapper was fitted on some of them: its bundle has no record of the documents."
     left_out = report["overlap"]["left_out"]
     return "Neither fit nor selection saw any of them" + (f"; {left_out} that they did see were left out." if left_out else ".")
 
@@ -126,14 +126,13 @@ def _ways(report: dict[str, Any]) -> Iterable[Block]:
             "Nats: mean negative log-likelihood per token; lower is better.",
             "Share of gap: 100 % is the target with its own cache, 0 % the source alone, below 0 worse than staying with the "
             "source; the interval is a bootstrap over documents.",
-            "KL: distance to what the target with its own cache would say, in nats per token.",
-            f"Greedy match: how much of the target's own next {report['options']['greedy']} tokens comes out alike before the "
-            "first difference.",
+            "KL: distance to the predictions of the target with its own cache, in nats per token.",
+            f"Greedy match: share of the target's own next {report['options']['greedy']} tokens before the first difference.",
             "Recall: share of exact answers, and mean log-probability of the answer's tokens.",
-            "Ms: median for one sequence on the machine that evaluated; speed: as a multiple of a prefill's. The source's own "
-            "prefill is not in it: it has happened before anything is moved.",
-            "Target's work: operations of the way as a share of a prefill by the target.",
-            "The controls hold none of the context: a mapped cache that is no better than they are carries nothing.",
+            "Ms: median for one sequence on the machine that evaluated; speed: as a multiple of a prefill's. Both leave out "
+            "the source's own prefill, which happens before anything is moved.",
+            "Target's work: operations as a share of a prefill by the target.",
+            "The controls contain nothing of the context. A mapped cache that is no better than they are is useless.",
         ]
     )
 
@@ -182,8 +181,8 @@ def _recall(report: dict[str, Any]) -> Iterable[Block]:
             judges = "yes" if entry["judges"] else f"no: {entry['reason']}"
             rows.append((f"{prefix} tokens", kind, str(entry["count"]), judges, *cells, thirds or "-"))
     text = (
-        "Likelihood can improve while nothing of the context arrives. So facts that nobody could guess are hidden in natural "
-        "text, and asked for after a worked example. "
+        "Likelihood can improve although no content of the context gets through. So facts that cannot be guessed are hidden "
+        "in natural text, and asked for after a worked example. "
     )
     if not rows:
         yield Block("Recall", text + "No questions were asked.")
@@ -192,8 +191,8 @@ def _recall(report: dict[str, Any]) -> Iterable[Block]:
         "Recall",
         text
         + "Each cell: share of exact answers, its interval over contexts, mean log-probability of the answer's tokens. A kind "
-        "that the target does not answer with its own cache judges nothing. Shuffled answers from another document and should "
-        "be at chance.",
+        "that the target cannot answer with its own cache does not judge. Shuffled answers from another document and should "
+        "only guess.",
         head=("context", "kind", "questions", "judges", *order, "handoff by depth of the fact"),
         rows=rows,
     )
@@ -204,8 +203,8 @@ def _texts(report: dict[str, Any]) -> Iterable[Block]:
         left_out = f"; {found['left_out']} that the mapper was fitted on were left out" if found["left_out"] else ""
         yield Block(
             f"Other text: {name}",
-            f"{found['documents']} documents of {found['text']}, a text of another kind{left_out}. Linear maps are known to "
-            "fail there first.",
+            f"{found['documents']} documents of {found['text']}, a text of another kind{left_out}. Linear maps are "
+            "known to fail on such text first.",
             head=("arm", "nats", "share of gap", "95 % interval", "KL", "top-1", "greedy match"),
             rows=[
                 (
@@ -225,7 +224,7 @@ def _texts(report: dict[str, Any]) -> Iterable[Block]:
 
 
 def _layers(layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Head and rows of a table with a row per target layer."""
+    """Header and rows of a table with one row per target layer."""
     measures = ("r2", "explained", "relative_error", "cosine", "concentration")
     short = ("R2", "explained", "relative error", "cosine", "concentration")
     rows = [
@@ -244,8 +243,8 @@ def _turns(report: dict[str, Any]) -> Iterable[Block]:
         return
     yield Block(
         "Back and forth",
-        "Source and target take turns over a text. Before each of its turns the target takes over only what is new. Drift is "
-        "what it loses against the target that has read everything itself, in nats per token.",
+        "Source and target take turns on a text. Before each of its turns, the target gets only the new tokens. Drift is what "
+        "it loses compared with the target that has read everything itself, in nats per token.",
         head=("turn", "tokens before", "mapped for it", "nats", "native nats", "source nats", "drift", "KL"),
         rows=[
             (
@@ -271,8 +270,8 @@ def _clock(report: dict[str, Any]) -> Iterable[Block]:
     yield Block(
         "Time",
         "Milliseconds for one sequence on the machine that evaluated: median (95th percentile). Transfer maps the source's "
-        "cache, handoff (as judged) and auto also run the exact tokens, prefill is the target reading everything. Half there "
-        "is the same where the target already holds the first half in its cache. Transfer is faster than prefill "
+        "cache, handoff (as judged) and auto also run the exact tokens, prefill runs the target on everything. Half there "
+        "means that the target already holds the first half in its cache. Transfer is faster than prefill "
         f"{pays('transfer')}, the judged handoff {pays('handoff')}; with the first half there, transfer "
         f"{pays('reused_transfer')}.",
         head=("tokens", *(SHORT[name] for name in TIMED)),

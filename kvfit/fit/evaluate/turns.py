@@ -1,8 +1,8 @@
-"""Drift over a conversation that goes back and forth between source and target.
+"""Measure the drift over a conversation that moves back and forth between source and target.
 
-A held-out document is cut into 2 N turns: the source writes the first, the target the second, and so on. Before each of its
-turns the target takes over what is new, and only that: the source's last turn is mapped, what it ran itself stays as it is.
-Its likelihood of its own turn is compared with that of the target that has read everything itself.
+A held-out document is cut into 2 N turns: the source writes the first, the target the second, and so on. Before each of the
+target's turns, only the source's last turn is mapped; the tokens that the target ran itself stay as they are. The target's
+likelihood of its own turn is compared with that of the target that has read everything itself.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ SHORTEST_TURN = 2
 
 @torch.no_grad()
 def drift(pair: arms.Pair, ids: Tensor, n_turns: int, *, batch_size: int = 8, progress: bool = True) -> list[dict[str, Any]]:
-    """Per turn of the target, how far it has drifted from the target with its own cache.
+    """The drift of the target in each of its turns, compared with the target with its own cache.
 
     Args:
         pair: models and mapper.
         ids: (N, T) token ids of conversations.
-        n_turns: turns of the target.
+        n_turns: number of turns of the target.
         batch_size: conversations per forward pass.
-        progress: show a bar.
+        progress: whether to show progress.
 
     Returns:
-        Per turn: ``turn`` (from 1), ``tokens_before``, ``mapped`` (tokens mapped for it), ``nll``, ``native_nll``,
+        Per turn: ``turn`` (from 1), ``tokens_before``, ``mapped`` (tokens that were mapped for it), ``nll``, ``native_nll``,
         ``source_nll``, ``kl`` and ``drift`` = ``nll - native_nll``, in nats per token.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The verdict on what was measured, and the reasons for it.
+"""Judge the measurements: a verdict, and the reasons for it.
 
-Each way in which a bundle is known to go wrong has a check of its own, so that a reason says what to do and not only that a
-number is low. `docs/guides/evaluate.md` explains the defaults.
+Every known way in which a bundle can be wrong has its own check, so that a reason says what to do and not only that a number is
+low. `docs/guides/evaluate.md` explains the defaults.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ Table = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What a bundle has to reach to pass. Written into `evaluation.json`, so that a verdict can be read without this code.
+    """What a bundle has to reach to pass. They are written to `evaluation.json`, so that a verdict can be read without this
+    code.
 
     Attributes:
-        share_of_gap: least share of the likelihood gap between source and native that the handoff recovers.
-        interval_low: least lower end of its 95 % interval; 0 means that moving beats staying with the source.
-        kl: most mean KL to native, in nats per token.
-        control_margin: least lead over the better control (mean, shuffled), in nats per token: what the context adds.
-        recall: least share of the native recall that the handoff keeps, of each kind of question that judges.
-        recall_native: least recall of the target with its own cache for a kind of question to judge.
-        recall_shuffled: most recall from another document's cache: more, and the probes can be guessed.
-        attention_cosine: least cosine of the worst layer's attention output.
-        explained_drop: most that the explained variance may lie below what `solve` found on its holdout split.
-        correlation: least mean correlation between the map's outputs and the layers that they resemble most.
-        rotated_margin: most that the explained variance of keys may gain when the map is applied to rotated keys.
-        tokens_per_input: least tokens that were fitted per input of the widest map.
-        documents: least documents for a verdict other than fail: over fewer an interval says nothing.
-        speed: least speed of the handoff at every evaluated length, as a multiple of a prefill's; 0 turns the check off.
+        share_of_gap: minimal share of the likelihood gap between source and native that the handoff recovers.
+        interval_low: minimal lower end of its 95 % interval; 0 means that moving is better than staying with the source.
+        kl: maximal mean KL to native, in nats per token.
+        control_margin: minimal lead over the better control (mean, shuffled), in nats per token: what the context adds.
+        recall: minimal share of native's recall that the handoff keeps, for each kind of question that judges.
+        recall_native: minimal recall of the target with its own cache for a kind of question to judge.
+        recall_shuffled: maximal recall from another document's cache; above it, the answers can be guessed.
+        attention_cosine: minimal cosine of the worst layer's attention output.
+        explained_drop: maximal drop of the explained variance from the value of `solve` on its holdout split.
+        correlation: minimal mean correlation between the map's outputs and the layers that they resemble most.
+        rotated_margin: maximal gain of the explained variance of keys if the map is applied to rotated keys.
+        tokens_per_input: minimal number of fitted tokens per input of the widest map.
+        documents: minimal number of documents to pass, because an interval over fewer says nothing.
+        speed: minimal speed of the handoff at every evaluated length, as a multiple of a prefill's; 0 turns the check off.
     """
 
     share_of_gap: float = 0.25
@@ -61,10 +62,10 @@ class Thresholds:
 
     @classmethod
     def changed(cls, values: Mapping[str, str]) -> Thresholds:
-        """The defaults with some changed, as a command line gives them.
+        """The default thresholds with some changed by the command line.
 
         Raises:
-            OptionError: no such threshold, or no number.
+            OptionError: a threshold does not exist, or a value is not a number.
         """
         names = [one.name for one in fields(cls)]
         numbers = {}
@@ -80,12 +81,12 @@ class Thresholds:
 
 @dataclass
 class Reasons:
-    """Why a verdict is what it is.
+    """The reasons of a verdict.
 
     Attributes:
-        failed: what is not good enough.
-        missing: what was not measured and a verdict needs: without it a bundle cannot pass.
-        unknown: what could not be found out with these models, and does not keep a bundle from passing.
+        failed: measurements that are not good enough.
+        missing: measurements that a bundle needs to pass but that were not made.
+        unknown: facts that could not be found out with these models, and that do not prevent a pass.
     """
 
     failed: list[str] = field(default_factory=list)
@@ -93,13 +94,13 @@ class Reasons:
     unknown: list[str] = field(default_factory=list)
 
     def add(self, other: Reasons, at: str = "") -> None:
-        """Take in others, with `at` put before each to say which prefix length or text it is about."""
+        """Add other reasons, each preceded by `at`, which says what prefix length or text it is about."""
         for name in ("failed", "missing", "unknown"):
             getattr(self, name).extend(at + reason for reason in getattr(other, name))
 
     @property
     def verdict(self) -> Verdict:
-        """Fail where anything fails, else unknown where a measurement is missing, else pass."""
+        """Fail if anything fails, else unknown if a measurement is missing, else pass."""
         return "fail" if self.failed else "unknown" if self.missing else "pass"
 
     def __iter__(self) -> Iterator[str]:
@@ -114,16 +115,16 @@ def judge(
     documents: int,
     speed: tuple[Mapping[str, Any], int] | None = None,
 ) -> Reasons:
-    """What fails, is missing or stays unknown in one table of arms.
+    """Judge one table of arms.
 
-    The arm that is judged is `handoff`, because that is what runs in use.
+    The judged arm is `handoff`, because production runs it.
 
     Args:
         table: arms as in `evaluation.json`.
-        thresholds: see there.
-        recall: probe kinds as in `evaluation.json`; without it, recall was not measured.
-        documents: that the table is about.
-        speed: the row of `ways` of the handoff and how many tokens it moves; None where nothing was timed.
+        thresholds: the thresholds.
+        recall: kinds of questions as in `evaluation.json`; None if recall was not measured.
+        documents: number of documents of the table.
+        speed: the handoff's row of `ways` and the number of tokens that it moves; None if nothing was timed.
     """
     found = Reasons(_likelihood(table, thresholds))
     if thresholds.speed > 0:
@@ -173,7 +174,7 @@ def _speed(timed: tuple[Mapping[str, Any], int] | None, thresholds: Thresholds) 
 
 def _likelihood(table: Table, thresholds: Thresholds) -> list[str]:
     moved, native, source = table["handoff"], table["native"], table["source"]
-    # Written so that NaN fails: it is not a measurement.
+    # The comparisons are written so that NaN fails.
     if not native["nll"] < source["nll"]:
         return ["the source alone is at least as good as the target with its own cache: there is nothing to gain by moving"]
     failed = []
@@ -192,7 +193,7 @@ def _likelihood(table: Table, thresholds: Thresholds) -> list[str]:
 
 
 def control_lead(table: Table, thresholds: Thresholds) -> list[str]:
-    """Whether the moved context is worth more than a cache without its content; also asked of further texts."""
+    """The reason to fail if the moved context is not better than a cache without its content; also used for further texts."""
     lead = min(table[arm]["nll"] for arm in ("mean", "shuffled")) - table["handoff"]["nll"]
     if lead >= thresholds.control_margin:
         return []
@@ -200,13 +201,13 @@ def control_lead(table: Table, thresholds: Thresholds) -> list[str]:
 
 
 def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, thresholds: Thresholds) -> list[str]:
-    """Reasons to fail that lie in the map itself, each with its cause.
+    """Reasons to fail that are in the map itself, each with its cause.
 
     Args:
-        found: on the text that the map is meant for.
+        found: the diagnosis on the main text.
         solve: the bundle's `solve.json`.
-        inputs: of the widest map (F).
-        thresholds: see there.
+        inputs: F, the inputs of the widest map.
+        thresholds: the thresholds.
     """
     failed = []
     fitted = value_at(solve, "tokens", "fit")
@@ -235,7 +236,7 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
     elif not any(misplaced.values()) and min(blank.values()) >= thresholds.correlation:
         failed += _dropped(found, solve, thresholds)
     cosines = [(layer["attention_cosine"], layer["layer_index"]) for layer in found.layers]
-    # A cosine that is none (NaN) is the worst there can be.
+    # A cosine of NaN counts as the worst value.
     known = [(cosine if isfinite(cosine) else -2.0, layer_index) for cosine, layer_index in cosines if cosine is not None]
     if known and min(known)[0] < thresholds.attention_cosine:
         worst, layer_index = min(known)
@@ -247,7 +248,7 @@ def judge_map(found: Diagnosis, solve: Mapping[str, Any], inputs: int, threshold
 
 
 def _misplaced(order: torch.Tensor, thresholds: Thresholds) -> list[tuple[int, int]]:
-    """(layer, the layer that its map's output resembles most) where that is clearly another."""
+    """Pairs (layer, the layer that its map's output resembles most), for layers where that is clearly another one."""
     best = order.max(1)
     clear = best.values - order.diagonal() > thresholds.correlation / 2
     return [(int(i), int(best.indices[i])) for i in clear.nonzero()[:, 0]]

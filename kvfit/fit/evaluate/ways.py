@@ -1,4 +1,4 @@
-"""One row per way of moving a context: quality, time and share of the target's work of the same thing side by side."""
+"""Make one row per way of moving a context, with its quality, its time and its share of the target's work."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS
 from kvfit.spec import MapperSpec
 
 CONTROLS = ("no_context", "mean", "shuffled", "raw")
-# What is timed under which name; ways without one take no time of the target's before it continues.
+# Names of the timings. Ways without one take no time before the target continues.
 TIMES = {"native": "prefill", "transfer": "transfer", "handoff": "handoff", "auto": "auto"}
 
 
 def label(way: str, options: Options) -> str:
-    """A way of moving, in words."""
+    """A description of a way of moving."""
     return {
         "native": "target, its own cache (full prefill)",
         "transfer": "target, mapped cache alone",
@@ -45,11 +45,11 @@ def rows(
 
     Args:
         table: likelihood and pooled recall by arm.
-        recall: kinds of question, as `recall_table` returns them.
-        times: what `milliseconds` returned; empty where nothing was timed.
-        work: from `work_shares`.
-        options: of the evaluation.
-        tokens: moved tokens that the row is about.
+        recall: kinds of questions, as `recall_table` returns them.
+        times: the result of `milliseconds`; empty if nothing was timed.
+        work: the result of `work_shares`.
+        options: options of the evaluation.
+        tokens: number of moved tokens.
     """
     timed = at_length(dict(times), tokens) or {}
     prefill = timed.get("prefill", {}).get("median")
@@ -78,15 +78,15 @@ def rows(
 
 
 def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, float]:
-    """Operations of each way as a share of the target's prefill of `tokens` tokens; matrix products only.
+    """Operations of each way as a share of the target's prefill of `tokens` tokens, counting matrix products only.
 
     A prefill multiplies each token with every weight of the decoder layers and attends to the tokens before it. The source's
-    own prefill is left out, because it has happened before anything is moved; its run as a guide is counted.
+    own prefill is not counted, because it happens before anything is moved. Its passes as a guide are counted.
 
     Args:
         pair: models and mapper.
-        tokens: that are moved.
-        recomputed: share of them that `auto` recomputes, as it was measured.
+        tokens: number of tokens that are moved.
+        recomputed: measured share of them that `auto` recomputes.
     """
     spec = pair.mapper.spec
     prefill = tokens * 2.0 * _decoder_weights(pair.target) + _attention(spec, tokens)
@@ -112,13 +112,13 @@ def _decoder_weights(model: Any) -> int:
 
 
 def _attention(spec: MapperSpec, tokens: int) -> float:
-    """Scores and weighted sums of a causal prefill: each token reads half of the others on average."""
+    """Operations for scores and weighted sums of a causal prefill, in which each token reads half of the others on average."""
     target = spec.target
     return 2.0 * target.n_layers * target.n_query_heads * target.head_dim * tokens**2
 
 
 def speed_text(row: Mapping[str, Any], tokens: int) -> str:
-    """The speed of a way, with the length from which on it pays; empty where nothing was timed."""
+    """The speed of a way of moving and the length from which on it pays, as text; empty if nothing was timed."""
     if row["speed"] is None:
         return ""
     found = f"{shown(row['milliseconds'])} for {tokens} tokens, {row['speed']:.2g} x as fast as a prefill"

@@ -13,6 +13,7 @@ from kvfit.errors import MismatchError
 from kvfit.fit.evaluate.arms import Pair, Prefixes, Rewindable, greedy, mean_pairs, shared_vocabulary, source_pairs
 from kvfit.fit.evaluate.diagnose import diagnose
 from kvfit.fit.evaluate.likelihood import likelihood
+from kvfit.fit.evaluate.options import Options
 from kvfit.model.cache import cache_length, forward, new_cache, read_cache
 from kvfit.model.identity import describe_model
 from kvfit.runtime.handoff import handoff
@@ -57,7 +58,7 @@ def test_a_target_with_windows(tiny_pair: tuple[Path, Path], load: Loader) -> No
     pair = Pair(model, model, identical(model, tokenizer))
     assert pair.mapper.spec.target.windows == (12, None, 12)
     ids = heldout(tokenizer, 3, 60)
-    found = likelihood(pair, ids, 40, batch_size=2, greedy_tokens=5, progress=False)
+    found = likelihood(pair, ids, 40, Options(batch_size=2, greedy=5), progress=False)
     expected = plain_nll(model, ids, 40)
     for arm in ("native", "transfer", "handoff", "source", "raw"):
         assert torch.allclose(found[arm].nll, expected, atol=1e-4), arm  # type: ignore[index]
@@ -82,7 +83,7 @@ def test_two_paddings_of_one_vocabulary(tiny_pair: tuple[Path, Path], load: Load
     pair = Pair(source, target, mapper)
     assert shared_vocabulary(pair) == 2048
     ids = heldout(tokenizer, 2, 40)
-    found = likelihood(pair, ids, 30, batch_size=2, greedy_tokens=4, progress=False)
+    found = likelihood(pair, ids, 30, Options(batch_size=2, greedy=4), progress=False)
     assert torch.allclose(found["native"].nll, plain_nll(target, ids, 30, 2048), atol=1e-4)
     assert torch.allclose(found["source"].nll, plain_nll(source, ids, 30), atol=1e-4)
     assert bool((found["source"].kl > 0).all())

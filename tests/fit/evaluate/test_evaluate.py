@@ -136,7 +136,7 @@ def test_numbers_do_not_depend_on_the_batches(bundle: Path, tiny_pair: tuple[Pat
     source, target = (load(folder) for folder in tiny_pair)
     pair = paired(bundle, source, target)
     ids = heldout(target.tokenizer, 3, 50)
-    one, all_ = (likelihood(pair, ids, 40, batch_size=size, greedy_tokens=4, progress=False) for size in (1, 3))
+    one, all_ = (likelihood(pair, ids, 40, Options(batch_size=size, greedy=4), progress=False) for size in (1, 3))
     for arm in ("native", "transfer", "handoff", "source", "no_context", "mean"):
         assert torch.allclose(one[arm].nll, all_[arm].nll, atol=1e-4), arm  # type: ignore[index]
         assert torch.equal(one[arm].greedy, all_[arm].greedy), arm  # type: ignore[index]

@@ -16,8 +16,10 @@ from kvfit.errors import MismatchError, TextError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate.arms import Prefixes
+from kvfit.fit.evaluate.options import Options
 from kvfit.fit.evaluate.questions import PROBE_KINDS, Probe, ProbeKind, probes
 from kvfit.fit.evaluate.recall import ask, pooled, recall_table, scored
+from kvfit.fit.evaluate.verdict import Thresholds
 from kvfit.model.cache import cache_argument
 
 Loader = Callable[[Path | str], Any]
@@ -228,9 +230,8 @@ def test_only_kinds_that_the_target_answers_judge(
 ) -> None:
     source, target = (load(folder) for folder in tiny_pair)
     pair = paired(fit_tiny(tiny_pair, tmp_path), source, target)
-    table = recall_table(
-        pair, target.tokenizer, fillers, ("names", "two-hop"), count=2, context_tokens=45, able_from=0.5, progress=False
-    )
+    options = Options(probes=4, probe_kinds=("names", "two-hop"))
+    table = recall_table(pair, target.tokenizer, fillers, options, context_tokens=45, progress=False)
     assert not table["names"]["judges"]
     assert table["names"]["reason"] == "the target with its own cache answers 0%"
     assert set(table["names"]["arms"]) == {"native"}
@@ -239,7 +240,8 @@ def test_only_kinds_that_the_target_answers_judge(
     assert set(pooled(table)) == {"native"}
     assert pooled(table)["native"]["recall"] == 0.0
     # From 0 on every target is able, and all arms are asked.
-    table = recall_table(pair, target.tokenizer, fillers, ("names",), count=4, context_tokens=45, able_from=0.0, progress=False)
+    able = Options(probes=4, probe_kinds=("names",), thresholds=Thresholds(recall_native=0.0))
+    table = recall_table(pair, target.tokenizer, fillers, able, context_tokens=45, progress=False)
     assert table["names"]["judges"]
     assert set(table["names"]["arms"]) == {"native", "source", "transfer", "handoff", "auto", "mean", "shuffled"}
     row = table["names"]["arms"]["shuffled"]
