@@ -1,1 +1,1 @@
-"""Other programs' layouts: reading a mapper that another program fitted, and writing one that it reads."""
+"""Other programs' layouts: read a mapper that another program fitted, and write one that another program reads."""

@@ -1,4 +1,4 @@
-"""The verb `export`: a bundle as a folder that another program reads."""
+"""The verb `export`: write a bundle as a folder that another program reads."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvfit.interop.semantic_router import make_mapper_id, router_manifest
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_bundle` wrote.
+    """The result of `export_bundle`.
 
     Attributes:
-        ref: the bundle, as asked for.
+        ref: ref of the bundle.
         out: the folder.
-        format: its layout.
+        format: the layout.
         mapper_id: the mapper's name for a router.
-        verdict: of the bundle's evaluation; the layout has no place for it.
-        nbytes: bytes of all files.
+        verdict: verdict of the bundle's evaluation, for which the layout has no field.
+        nbytes: size of all files in bytes.
     """
 
     ref: str
@@ -38,7 +38,7 @@ class Exported:
         return f"{self.out}: {self.mapper_id} in {self.format}'s layout, {self.nbytes / 1e6:.1f} MB, verdict {self.verdict}"
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The result as JSON values."""
         return asdict(self)
 
 
@@ -50,19 +50,19 @@ def export_bundle(
     bundle_version: int = 1,
     require: Literal["pass", "any"] = "pass",
 ) -> Exported:
-    """Write a bundle in another program's layout, whole or not at all.
+    """Write a bundle in another program's layout, completely or not at all.
 
     Args:
         ref: a folder, or ``org/name[@revision]``.
-        out: where to; must not exist.
+        out: the new folder, which must not exist.
         format: the layout.
-        bundle_version: number of this fit of the pair; the last part of the mapper id.
+        bundle_version: number of this fit of the pair, which ends the mapper id.
         require: ``pass`` refuses a bundle whose evaluation failed, because the layout cannot record that; ``any`` writes it.
 
     Raises:
         MismatchError: the layout cannot hold something of the mapper; names the field.
         GateError: the verdict is ``fail``.
-        RefError: there is no such bundle.
+        RefError: the bundle does not exist or cannot be reached.
         BundleError: the bundle is damaged, or the folder exists.
     """
     if format != "semantic-router":
@@ -80,7 +80,7 @@ def export_bundle(
         )
     mapper_id = make_mapper_id(bundle.spec, bundle_version)
     try:
-        router_manifest(bundle.spec, mapper_id)  # before anything is written
+        router_manifest(bundle.spec, mapper_id)  # refuses before anything is written
     except MismatchError as error:
         raise MismatchError(f"bundle {ref}: {format}'s layout cannot hold this mapper: {error}") from None
     with whole_folder(destination) as temporary:

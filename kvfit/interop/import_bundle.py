@@ -1,4 +1,4 @@
-"""The verb `import`: a folder in semantic-router's layout becomes a bundle."""
+"""The verb `import`: make a bundle of a folder in semantic-router's layout."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ FORMAT = "semantic-router"
 
 @dataclass(frozen=True)
 class Imported:
-    """What `import_bundle` wrote.
+    """The result of `import_bundle`.
 
     Attributes:
-        folder: what was read.
-        out: the bundle.
+        folder: the folder that was read.
+        out: folder of the bundle.
         mapper_id: the mapper's name in the folder.
         source: ref of the source model.
         target: ref of the target model.
         verdict: ``unknown``, because kvfit has not evaluated it.
-        weights_digest: of the bundle.
-        nbytes: bytes of its weights.
+        weights_digest: digest of the bundle's spec and weights.
+        nbytes: size of its weight files in bytes.
     """
 
     folder: str
@@ -52,7 +52,7 @@ class Imported:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The result as JSON values."""
         return asdict(self)
 
 
@@ -64,22 +64,22 @@ def import_bundle(
     target: str | None = None,
     options: Options | None = None,
 ) -> Imported:
-    """Make a bundle from a folder in semantic-router's layout, whole or not at all.
+    """Make a bundle of a folder in semantic-router's layout, completely or not at all.
 
-    A folder that kvfit exported describes both models. One that another program wrote only names them, so they are loaded
-    from `source` and `target`.
+    A folder that kvfit exported describes both models. A folder of another program only contains their names, so the models
+    are loaded from `source` and `target`.
 
     Args:
-        folder: what to read.
-        out: the bundle; must not exist.
-        source: ref of the source model, for a folder that another program wrote.
-        target: ref of the target model.
-        options: how they are loaded; the dtype is taken from the folder.
+        folder: the folder to read.
+        out: folder of the bundle, which must not exist.
+        source: ref of the source model, for a folder of another program.
+        target: ref of the target model, for a folder of another program.
+        options: how the models are loaded; the folder determines the dtype.
 
     Raises:
         BundleError: the folder is damaged, incomplete or contradicts itself; names the file and the field.
         MismatchError: the models are not those that the folder names; names the field.
-        UnsupportedModelError: kvfit cannot describe a model, or cannot check its description.
+        UnsupportedModelError: kvfit cannot describe a model, or cannot verify the description.
         RefError: a model cannot be found.
     """
     require_free(out)
@@ -104,7 +104,7 @@ def import_bundle(
             )
         assert opened.own is not None
         recipe, solve = opened.calibration, opened.own["solve"]
-        spec = replace(spec, format_version=FORMAT_VERSION)  # version 2 has all that version 1 has
+        spec = replace(spec, format_version=FORMAT_VERSION)  # every version 1 spec is a valid version 2 spec
     write_bundle(out, spec, opened.weights(spec), recipe=recipe, solve=solve)
     write_card(out)
     bundle = Bundle.open(out)
@@ -121,7 +121,7 @@ def import_bundle(
 
 
 def _foreign_spec(opened: RouterFolder, refs: tuple[str, str], options: Options) -> MapperSpec:
-    """The spec of a folder that only names its models; the rest is read from the models themselves."""
+    """The spec for a folder that only names its models. Everything else is read from the models."""
     manifest = opened.manifest
     revisions = (
         _revision(refs[0], manifest.compatibility.source_model, manifest.compatibility.source_revision),
@@ -134,7 +134,7 @@ def _foreign_spec(opened: RouterFolder, refs: tuple[str, str], options: Options)
     check_tokenizers(*tokenizers)
     dtype = next(name for name, short in PRECISIONS.items() if short == manifest.compatibility.precision)
     options = replace(options, dtype=dtype)
-    # One after the other, so that only one of them has to fit into memory.
+    # The models are loaded in turn, so that only one of them has to fit into memory.
     models = [
         _describe(opened, role, ref, revision, options, tokenizer)
         for role, ref, revision, tokenizer in zip(("source", "target"), refs, revisions, tokenizers, strict=True)
@@ -157,7 +157,7 @@ def _foreign_spec(opened: RouterFolder, refs: tuple[str, str], options: Options)
         inputs="same",
         gain="none",
         dtype="float32",
-        # Penalty and R2 are not known in kvfit's terms: docs/reference/semantic-router.md.
+        # Penalty and R2 have no equivalents in the layout; see docs/reference/semantic-router.md.
         layers=tuple(
             LayerMap(kind, index, tuple(sorted(chosen)), 0.0, 0.0, 0.0) for index, chosen in enumerate(lists) for kind in KINDS
         ),
@@ -168,9 +168,9 @@ def _describe(opened: RouterFolder, role: str, ref: str, revision: str | None, o
     loaded = load(ref, revision, options, tokenizer=tokenizer)
     wanted = opened.manifest.compatibility
     commit = getattr(wanted, f"{role}_revision")
-    if loaded.revision not in (None, commit):  # a local folder has no commit, so its user vouches for it
+    if loaded.revision not in (None, commit):  # a local folder has no commit to compare
         _compare(opened, f"{role}_revision", "commit", loaded.revision, commit, "by compatibility")
-    seen = inspect_model(loaded)  # the checks that a capture would have made
+    seen = inspect_model(loaded)  # the same checks as in a capture
     if not seen.supported:
         raise UnsupportedModelError(str(seen.reason))
     spec = describe_model(loaded.model, tokenizer, ref=loaded.ref, revision=loaded.revision)
@@ -184,7 +184,7 @@ def _describe(opened: RouterFolder, role: str, ref: str, revision: str | None, o
 
 
 def _revision(ref: str, name: str, commit: str) -> str | None:
-    """The commit to load: the manifest's, where `ref` is the name that the manifest gives the model."""
+    """The commit to load: that of the manifest if `ref` is the manifest's name of the model, else None."""
     return commit if ref == name and not Path(ref).is_dir() else None
 
 

@@ -1,6 +1,6 @@
-"""Read and write a mapper as a folder in semantic-router's layout, with the checks that `kvfit.bundle` makes of a bundle.
+"""Read and write a mapper as a folder in semantic-router's layout, with the same checks as for a bundle.
 
-What the fields of its ``manifest.json`` mean is in `kvfit.interop.semantic_router`.
+`kvfit.interop.semantic_router` defines the fields of its ``manifest.json``.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from kvfit.spec import FORMAT_VERSION, Kind, MapperSpec
 
 MANIFEST = "manifest.json"
 WEIGHTS = "weights.safetensors"
-MAX_MANIFEST = 48 << 20  # holds a recipe.json and a solve.json of the largest size that a bundle may have
+MAX_MANIFEST = 48 << 20  # enough for the largest recipe.json and solve.json that a bundle may have
 
 
 @dataclass(frozen=True)
 class RouterFolder:
-    """A folder that was opened and checked. Weights stay on disk until `weights` is read.
+    """An open folder that has been checked. Its weights stay on disk until `weights` is called.
 
     Attributes:
-        folder: where it is.
-        manifest: which map it holds.
-        calibration: how it was fitted, in its author's words.
-        own: what kvfit added to the layout; None in a folder that another program wrote.
+        folder: the folder.
+        manifest: the description of the map.
+        calibration: how the map was fitted, in a form of the author's choice.
+        own: the fields that kvfit added to the layout; None for a folder of another program.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class RouterFolder:
         """Open a folder and check everything except that the weights are finite, which is checked when they are read.
 
         Raises:
-            BundleError: something that the page of the layout does not allow; names the file and the field.
+            BundleError: the layout does not allow something; names the file and the field.
         """
         path = Path(folder)
         try:
@@ -94,10 +94,10 @@ class RouterFolder:
         return cls(folder, manifest, calibration, own, stamp)
 
     def own_spec(self) -> MapperSpec | None:
-        """The spec that kvfit wrote into the folder, after checking that it agrees with the layout's own fields.
+        """The spec that kvfit has written to the folder, checked against the layout's own fields.
 
         Returns:
-            The spec, or None for a folder that another program wrote.
+            The spec; None for a folder of another program.
 
         Raises:
             BundleError: the spec cannot be read, or differs from the layout's own fields; names the field.
@@ -125,13 +125,13 @@ class RouterFolder:
     def weights(self, spec: MapperSpec) -> Iterator[tuple[Kind, int, Tensor, Tensor]]:
         """Yield (kind, target layer, weight, bias) in the order of ``spec.layers``.
 
-        The folder orders the rows of ``W`` as it lists the source layers; a bundle's weight has them ascending.
+        The rows of ``W`` in the folder follow its list of source layers; in a bundle they are ascending by source layer.
 
         Args:
-            spec: of this folder's map; the folder's float32 are converted to its dtype.
+            spec: spec of this folder's map; the float32 values are converted to its dtype.
 
         Raises:
-            BundleError: a value is not finite, or the dtype cannot hold it exactly, or the file changed meanwhile.
+            BundleError: a value is not finite, the dtype cannot hold it exactly, or the file has changed.
         """
         where = f"semantic-router folder {self.folder}: file {WEIGHTS}"
         dtype = shards.TORCH_DTYPES[shards.STORED[spec.dtype]]
@@ -159,7 +159,7 @@ class RouterFolder:
 
 
 def write_router_folder(folder: Path, bundle: Bundle, mapper_id: str) -> int:
-    """Write the files of the layout into an empty folder. The layout has one weight file, so all weights are in memory at once.
+    """Write the files of the layout to an empty folder. There is only one weight file, so all weights are in memory at once.
 
     Returns:
         The size of all files in bytes.
@@ -171,7 +171,7 @@ def write_router_folder(folder: Path, bundle: Bundle, mapper_id: str) -> int:
     manifest = router_manifest(bundle.spec, mapper_id)
     content = router_manifest_to_json(manifest) | {
         "calibration": bundle.recipe,
-        # A version 1 spec in memory has the fields of version 2, so it is written as version 2.
+        # In memory, a version 1 spec has the fields of version 2, so it is written as version 2.
         "kvfit": {"mapper": to_json(replace(bundle.spec, format_version=FORMAT_VERSION)), "solve": bundle.solve},
     }
     text = sums.dump_record(MANIFEST, content)
@@ -188,7 +188,7 @@ def write_router_folder(folder: Path, bundle: Bundle, mapper_id: str) -> int:
 
 def _stream(bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
     for entry in bundle.spec.layers:
-        # float32 holds every value of the smaller types exactly.
+        # float32 can represent every value of the smaller types.
         weight, bias = bundle.layer(entry.kind, entry.layer_index, dtype=torch.float32)
         name = f"target.{entry.layer_index}.{LETTERS[entry.kind]}"
         yield f"{name}.W", weight

@@ -1,8 +1,8 @@
-"""The manifest of a mapper in semantic-router's layout, from and to a `MapperSpec`.
+"""Convert between a `MapperSpec` and the manifest of a mapper in semantic-router's layout.
 
-The layout cannot hold everything that a `MapperSpec` can; what it cannot hold is refused by the name of the field.
-``docs/reference/semantic-router.md`` says which rules are public and which are kvfit's own. The files are read and written by
-`kvfit.interop.router_folder`.
+The layout cannot express everything that a `MapperSpec` can. Such a mapper is refused with the name of the field.
+``docs/reference/semantic-router.md`` says which rules are public and which are kvfit's own. `kvfit.interop.router_folder` reads
+and writes the files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 
 @dataclass(frozen=True)
 class Compatibility:
-    """Field ``compatibility``: which deployment a mapper is for.
+    """Field ``compatibility``: the deployment that a mapper is for.
 
     Attributes:
-        source_model, target_model: names of the models; ``org/name`` where kvfit wrote them.
-        source_revision, target_revision: their commits.
-        variant: every output reads all heads of the chosen source layers.
+        source_model: name of the source, ``org/name`` if kvfit wrote it.
+        source_revision: commit of the source.
+        target_model: name of the target, ``org/name`` if kvfit wrote it.
+        target_revision: commit of the target.
+        variant: ``full_head``: every output reads all heads of the chosen source layers.
         precision: dtype of the activations that the map was fitted on.
-        source_tp, target_tp: parts that each layer is split into.
-        head_order: heads in the models' own order, each one's features together.
+        source_tp: number of parts that each source layer is split into.
+        target_tp: number of parts that each target layer is split into.
+        head_order: ``contiguous``: heads in the models' own order, with the features of each together.
         num_kv_heads: H of both models.
         head_dim: D of both models.
     """
@@ -68,18 +71,18 @@ class Compatibility:
 
 @dataclass(frozen=True)
 class RouterManifest:
-    """The fields of ``manifest.json`` that say which map the folder holds.
+    """The fields of ``manifest.json`` that describe the map in the folder.
 
     Attributes:
-        mapper_id: what a router calls it.
-        compatibility: which deployment it is for.
-        topk: source layers that each target layer reads.
-        ridge_alpha: the penalty, for people.
+        mapper_id: the mapper's name for a router.
+        compatibility: the deployment that it is for.
+        topk: number of source layers that each target layer reads.
+        ridge_alpha: the penalty, for information only.
         centered_inputs: inputs and outputs were centred for the fit, and the means are in the bias: the map is ``x @ W + b``.
-        rope_stripped_on_keys: whether the maps of keys work on keys without their rotation.
-        evaluation_report: name of a report, None for none.
-        schema_version: of the layout.
-        source_layers_per_target: the source layers that keys and values of each target layer read, in the order of the rows
+        rope_stripped_on_keys: whether the maps of keys work on un-rotated keys.
+        evaluation_report: name of a report; None for none.
+        schema_version: version of the layout.
+        source_layers_per_target: per target layer, the source layers that its keys and values read, in the order of the rows
             of ``W``.
     """
 
@@ -143,7 +146,7 @@ def router_manifest(spec: MapperSpec, mapper_id: str) -> RouterManifest:
 
 
 def make_mapper_id(spec: MapperSpec, bundle_version: int) -> str:
-    """The name that semantic-router's own tools would give this mapper; its first part is made from the models' names."""
+    """The mapper id that semantic-router's own tools would give; it begins with the models' names."""
     models = (spec.source, spec.target)
     pair = "-".join(re.sub(r"[^a-z0-9.]+", "-", model.ref.rpartition("/")[2].lower()).strip("-") for model in models)
     commits = f"s{spec.source.revision}-t{spec.target.revision}"
@@ -152,7 +155,7 @@ def make_mapper_id(spec: MapperSpec, bundle_version: int) -> str:
 
 
 def router_manifest_to_json(manifest: RouterManifest) -> dict[str, Any]:
-    """The fields as ``manifest.json`` has them."""
+    """The fields in the form of ``manifest.json``."""
     content: dict[str, Any] = to_json(manifest)
     lists = {str(index): layers for index, layers in enumerate(content[_LISTS])}
     return content | {_LISTS: dict.fromkeys(LETTERS.values(), lists)}
@@ -162,25 +165,25 @@ def read_router_manifest(content: dict[str, Any]) -> RouterManifest:
     """Read the fields of ``manifest.json``.
 
     Raises:
-        SpecError: an unknown or missing key, a value of another type, or one that kvfit does not support; names the field.
+        SpecError: a key is unknown or missing, or a value has another type or is not supported; names the field.
     """
-    # The defaults of the layout's own reader.
+    # These are the defaults of the layout's own reader.
     content = {"evaluation_report": None, "schema_version": 1} | content
     return from_json(RouterManifest, content | {_LISTS: _read_lists(content.get(_LISTS))})
 
 
 def first_difference(found: RouterManifest, needed: RouterManifest) -> tuple[str, object, object] | None:
-    """The first field, with both values, in which two manifests describe different maps; None where they agree."""
+    """The first field in which two manifests describe different maps, with both values; None if they agree."""
     pairs = [(name, getattr(found, name), getattr(needed, name)) for name in vars(needed) if name != "compatibility"]
     ours, theirs = found.compatibility, needed.compatibility
     pairs += [(f"compatibility.{name}", getattr(ours, name), getattr(theirs, name)) for name in vars(theirs)]
-    # The map stays the same when a router renames it or adds a report.
+    # A router may rename a map or add a report, which does not change the map.
     free = ("mapper_id", "evaluation_report")
     return next((pair for pair in pairs if pair[1] != pair[2] and pair[0] not in free), None)
 
 
 def _read_lists(lists: Any) -> list[Any]:
-    """Per target layer, the list that keys and values have in common."""
+    """The list of source layers per target layer, which must be the same for keys and values."""
     if not isinstance(lists, dict) or set(lists) != set(LETTERS.values()):
         found = (
             f"keys {', '.join(lists)}"[:80] if isinstance(lists, dict) else "nothing" if lists is None else type(lists).__name__
@@ -203,7 +206,7 @@ def _check_name(field: str, name: str) -> None:
 
 
 def _check_maps(spec: MapperSpec) -> None:
-    """Refuse what is not one matrix per kind and target layer over the same number of source layers, shared by both kinds."""
+    """Refuse maps other than one matrix per kind and target layer, over equally many source layers, the same for both kinds."""
     if spec.lexical_lags:
         raise _not_expressible(
             "lexical_lags", list(spec.lexical_lags), "none: the layout maps every target layer from the source alone"
@@ -231,7 +234,7 @@ def _check_maps(spec: MapperSpec) -> None:
 
 
 def _check_models(spec: MapperSpec) -> None:
-    """Refuse models that differ where the layout has one field for both, or that need a field which it does not have."""
+    """Refuse models that differ in what the layout has one field for, or that need a field which the layout does not have."""
     source, target = spec.source, spec.target
     for name in ("n_heads", "head_dim", "dtype"):
         if getattr(source, name) != getattr(target, name):

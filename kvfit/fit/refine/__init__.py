@@ -1,1 +1,1 @@
-"""Refining a bundle: a few hundred steps through the frozen target, from the closed-form map on."""
+"""Refine a bundle: train its maps through the frozen target for a few hundred steps, starting from the closed-form map."""

@@ -1,10 +1,10 @@
-"""A small linear correction of every map, and how it is folded into weights and biases.
+"""A small linear correction of every map, which is folded into weights and biases at the end.
 
     output = inputs @ weight + bias + spread * (((inputs - mean) @ whitener) @ matrix + offset)
 
 The whitener is fixed: it projects the inputs on their strongest directions, each scaled to unit variance, so that one learning
-rate suits them all. Matrix and offset start at zero, that is, at the map that was given. `spread` is the standard deviation of
-an output, for the same reason.
+rate suits all of them. For the same reason, outputs are in units of their standard deviation, `spread`. Matrix and offset start
+at zero, which gives the original map.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvfit.runtime.maps import Weights
 from kvfit.spec import Kind, MapperSpec
 
 LEAST_SPREAD = 1e-3
-SAMPLE_ROWS = 4096  # tokens that the whiteners are made from; many more than there are directions
+SAMPLE_ROWS = 4096  # number of tokens for the whiteners; many more than there are directions
 
 
 def whitener(inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Mean and projection of inputs on their strongest directions.
+    """The mean of inputs and the projection on their strongest directions.
 
     Args:
         inputs: (N, F), float32.
-        rank: most directions; fewer where the inputs have fewer.
+        rank: maximal number of directions.
 
     Returns:
         Mean (F,) and projection (F, r): (inputs - mean) @ projection has mean zero and covariance one.
@@ -35,32 +35,33 @@ def whitener(inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     mean = inputs.mean(0)
     centred = inputs - mean
     rank = min(rank, *inputs.shape)
-    # The inputs of one token stretch over orders of magnitude from layer to layer; exact below a few thousand, sampled above.
+    # The decomposition is exact up to twice the rank, and randomised above.
     if inputs.shape[1] <= 2 * rank:
         values, vectors = torch.linalg.eigh(centred.T @ centred / len(inputs))
         values, vectors = values[-rank:].clamp(min=0).sqrt(), vectors[:, -rank:]
     else:
         _, scales, vectors = torch.svd_lowrank(centred, q=rank, niter=3)
         values = scales / len(inputs) ** 0.5
-    kept = values > LEAST_SPREAD * values.max()  # below it lies the rounding of float32
+    kept = values > LEAST_SPREAD * values.max()  # smaller values are rounding errors of float32
     return mean, vectors[:, kept] / values[kept]
 
 
 class Correction:
-    """The maps of a mapper with a correction on each.
+    """The maps of a mapper, each with a correction.
 
     Attributes:
-        matrices: what is trained, per (kind, target layer): matrix (r, G), and offset (G,) in its last row: (r + 1, G).
+        matrices: the trained parameters per (kind, target layer), (r + 1, G): the matrix (r, G), and the offset in the last
+            row.
     """
 
     def __init__(self, spec: MapperSpec, weights: Weights, inputs: Sequence[Tensor], rank: int) -> None:
-        """Fit the whiteners and start at zero.
+        """Fit the whiteners, and start with corrections of zero.
 
         Args:
-            spec: of the mapper, support full.
-            weights: per (kind, target layer) weight and bias, float32 on one device.
-            inputs: of examples, (T, F) each, to know their spread by.
-            rank: of each correction.
+            spec: the mapper's spec, with support ``full``.
+            weights: per (kind, target layer), weight and bias in float32, all on one device.
+            inputs: inputs of examples, (T, F) each, which determine the whiteners.
+            rank: rank of each correction.
         """
         self.weights = dict(weights)
         self.device = next(iter(self.weights.values()))[1].device
@@ -81,7 +82,7 @@ class Correction:
             self.matrices[key] = torch.zeros(n_rows, len(bias), device=bias.device, requires_grad=True)
 
     def outputs(self, inputs: Tensor) -> dict[tuple[Kind, int], Tensor]:
-        """Every map's corrected outputs, (B, T, G), of inputs (B, T, F); gradients reach `matrices`."""
+        """The corrected outputs of every map, (B, T, G), for inputs (B, T, F). They are differentiable in `matrices`."""
         seen = inputs.to(self.device, torch.float32)
         whitened: dict[Runs, Tensor] = {}
         out = {}
@@ -96,7 +97,7 @@ class Correction:
 
     @torch.no_grad()
     def folded(self) -> dict[tuple[Kind, int], tuple[Tensor, Tensor]]:
-        """Weights and biases of the plain maps that do the same."""
+        """Weights and biases of equivalent maps without a correction."""
         out = {}
         for key, (weight, bias) in self.weights.items():
             mean, projection = self._whiteners[self._runs[key]]
@@ -107,7 +108,7 @@ class Correction:
 
 
 def _runs(spec: MapperSpec) -> Mapping[tuple[Kind, int], Runs]:
-    """The columns that each map reads of the inputs of examples."""
+    """The columns of an example's inputs that each map reads."""
     if spec.rank is None:
         return Columns(spec, spec.mapped_layers).runs
     return {(entry.kind, entry.layer_index): ((0, spec.rank),) for entry in spec.layers}

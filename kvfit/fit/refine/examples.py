@@ -1,6 +1,6 @@
-"""What refinement learns from: sequences with the inputs of the maps and what the target makes of them with its own cache.
+"""Make the training examples: sequences with the inputs of the maps, and the predictions of the target with its own cache.
 
-Both models run over each sequence once, here, without gradients. Training then reads only what is kept of it.
+Both models run on each sequence once, without gradients. Training then needs only the examples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvfit.model.rope import angles, unrotate
 from kvfit.runtime.features import Columns, Pairs
 from kvfit.spec import KINDS, MapperSpec
 
-# Likeliest next tokens that the target's own distribution is kept by; the others are kept as one sum.
+# Of the target's own distribution, the probabilities of this many most likely tokens are kept, and the sum of the others.
 LIKELIEST = 128
 
 
@@ -28,13 +28,13 @@ class Example:
     """One sequence of T tokens, everything on the CPU.
 
     Attributes:
-        ids: (T,).
-        inputs: (T, F) the columns that any map reads, in the order of `kvfit.runtime.features.Columns`; under a shared basis
-            what it makes of them, (T, r). In the target's dtype.
-        exact: per target layer the target's own keys and values of what is not mapped: all tokens of a layer before the first
-            mapped one, the first token of every other; (1, H, T or 1, D).
-        likely: (T, K) the likeliest next tokens after each token, with the target's own cache.
-        log_probs: (T, K + 1) their log-probabilities, then that of all other tokens together.
+        ids: (T,), the token ids.
+        inputs: (T, F), the columns that any map reads, in the order of `kvfit.runtime.features.Columns`; with a shared basis,
+            their projection (T, r). In the target's dtype.
+        exact: per target layer, the target's own keys and values of what is not mapped, (1, H, T or 1, D): all tokens of a
+            layer before the first mapped one, and the first token of every other layer.
+        likely: (T, K), the most likely next tokens after each token, with the target's own cache.
+        log_probs: (T, K + 1), their log-probabilities, then that of all other tokens together.
     """
 
     ids: Tensor
@@ -48,14 +48,14 @@ class Example:
 def examples(
     spec: MapperSpec, source: Any, target: Any, sequences: Iterable[Tensor], basis: Tensor | None = None
 ) -> list[Example]:
-    """Run both models over sequences of one length.
+    """Run both models on sequences of one length.
 
     Args:
-        spec: of the mapper, support full.
+        spec: the mapper's spec, with support ``full``.
         source: the loaded source.
         target: the loaded target.
-        sequences: each (T,) token ids.
-        basis: the mapper's shared basis, float32.
+        sequences: token ids, (T,) each.
+        basis: the mapper's shared basis in float32; None if it has none.
     """
     found = []
     columns, dtype = Columns(spec, spec.mapped_layers), caches.cache_dtype(target)
@@ -79,7 +79,7 @@ def examples(
 
 
 def _lexical(spec: MapperSpec, keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Per lag (T, 2 * H * D): un-rotated keys, then values, of the target's first layer, (1, H, T, D) in its cache."""
+    """Per lag, (T, 2 * H * D): un-rotated keys, then values, from those of the target's first layer, (1, H, T, D)."""
     if not spec.lexical_lags:
         return []
     steps = torch.arange(keys.shape[2], device=keys.device)
@@ -91,13 +91,13 @@ def _lexical(spec: MapperSpec, keys: Tensor, values: Tensor) -> list[Tensor]:
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, K) ids and (T, K + 1) log-probabilities of logits (T, vocabulary)."""
+    """The most likely ids (T, K), and log-probabilities (T, K + 1), of logits (T, vocabulary)."""
     log_probs = logits.log_softmax(-1)
     kept, ids = log_probs.topk(min(LIKELIEST, logits.shape[-1] - 1))
     return ids, with_rest(kept)
 
 
 def with_rest(log_probs: Tensor) -> Tensor:
-    """Log-probabilities (..., K) of some outcomes, then that of none of them, (..., K + 1)."""
+    """Log-probabilities (..., K) of some outcomes, followed by that of all others together, (..., K + 1)."""
     none_of_them = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     return torch.cat([log_probs, none_of_them], -1)

@@ -1,8 +1,8 @@
-"""`refine`: a bundle made better by training through the frozen target, never worse.
+"""The verb `refine`: improve a bundle by training through the frozen target. The result is written only if it is better.
 
-The closed-form map is the start, so a few hundred steps are enough. Each map gets a small linear correction (see `correction`)
-that is folded into its weight and bias in the end, so a refined bundle has the shape, the size and the speed of the one that it
-was made from.
+Training starts from the closed-form map, so a few hundred steps are enough. Each map gets a small linear correction (see
+`correction`) that is folded into its weight and bias at the end, so a refined bundle has the same shape, size and speed as the
+original one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ logger = logging.getLogger("kvfit")
 
 @dataclass(frozen=True)
 class Options:
-    """How a bundle is refined.
+    """Options of `refine`.
 
     Attributes:
-        num_sequences: sequences to learn from and to stop by, taken from the texts by their shares.
-        seq_len: tokens of each.
-        holdout: share of the sequences that only says when to stop, and whether the result is better.
-        rank: most directions of its inputs that each map's correction reads.
-        schedule: of the training.
+        num_sequences: number of sequences, training and holdout together, taken from the texts by their shares.
+        seq_len: tokens per sequence.
+        holdout: share of the sequences that only decides when to stop and whether the result is better.
+        rank: maximal rank of each map's correction.
+        schedule: schedule of the training.
     """
 
     num_sequences: int = 64
@@ -74,19 +74,19 @@ class Options:
 
     @property
     def n_holdout(self) -> int:
-        """Sequences that training does not see."""
+        """The number of sequences in the holdout."""
         return round(self.num_sequences * self.holdout)
 
 
 @dataclass(frozen=True)
 class Refined:
-    """What `refine` found.
+    """The result of `refine`.
 
     Attributes:
-        bundle: the refined bundle's folder; None where it would have been no better, and nothing was written.
-        kl_before: divergence of the target with the given mapper's cache, in nats per token, on the holdout.
+        bundle: folder of the refined bundle; None if it would not have been better, so that nothing was written.
+        kl_before: KL of the target with the original mapper's cache on the holdout, in nats per token.
         kl_after: the same with the refined mapper.
-        looks: per look at the holdout during training, step and divergence.
+        looks: step and KL of every check on the holdout during training.
     """
 
     bundle: Path | None
@@ -118,20 +118,20 @@ def refine(
     """Train corrections of a bundle's maps and write the result as a new bundle, if it is better.
 
     Args:
-        bundle: folder of the bundle to start from; never changed.
-        out: folder of the new one; must not exist.
-        texts: where sequences come from, by their shares; default that of `capture`. Text that asks back teaches what ordinary
-            text does not.
-        source: ref of the source model; default the one that the bundle names.
-        target: likewise.
-        options: see `Options`.
+        bundle: folder of the original bundle; it is not changed.
+        out: folder of the new bundle, which must not exist.
+        texts: texts with shares; by default those of `capture`. Text with questions about itself teaches what ordinary text
+            does not.
+        source: ref of the source model; by default the one in the bundle.
+        target: ref of the target model; by default the one in the bundle.
+        options: options of the refinement.
         loading: how source and target are loaded.
-        progress: show bars or log lines.
+        progress: whether to show progress.
 
     Raises:
         BundleError: the bundle cannot be read, or `out` exists.
-        MismatchError: the models are not the ones that the bundle was fitted on, or its maps read one head at a time.
-        TextError: too little text.
+        MismatchError: the bundle was fitted on other models, or its maps read one head at a time.
+        TextError: there is too little text.
     """
     options = options or Options()
     loading = loading or (models.Options(), models.Options())
@@ -162,7 +162,7 @@ def refine(
 
 
 class _Job:
-    """One bundle, its loaded models, and what is done with them."""
+    """The refinement of one bundle with its loaded models."""
 
     def __init__(self, opened: Bundle, source: Any, target: Any, options: Options, progress: bool) -> None:
         self.opened, self.spec = opened, opened.spec
@@ -171,12 +171,12 @@ class _Job:
         self.continuation = Continuation(opened.spec, target)
 
     def run(self, taken: Sequence[tuple[Tensor, tuple[str, ...]]], out: Path) -> Refined:
-        """Train, compare, and write what is better."""
+        """Train, compare, and write the result if it is better."""
         device = input_device(self.target)
         basis = self.opened.basis(device=device, dtype=torch.float32)
         sequences = track([ids for ids, _ in taken], "refine, both models", "sequences", show=self.progress)
         found = examples(self.spec, self.source, self.target, sequences, basis)
-        # Every so-manieth sequence, so that each text is on both sides.
+        # Holdout sequences are evenly spaced, so that each text is on both sides.
         places = torch.linspace(0, len(found) - 1, self.options.n_holdout).round().long().tolist()
         holdout = [found[place] for place in places]
         fit = [example for place, example in enumerate(found) if place not in set(places)]
@@ -201,7 +201,7 @@ class _Job:
 
     @torch.no_grad()
     def judged(self, mapper: Mapper, holdout: Sequence[Example]) -> float:
-        """Mean KL of a mapper as it is used: through `handoff`, in the dtype that it is stored in."""
+        """The mean KL of a mapper through `handoff`, in the dtype of the stored weights."""
         mapper = mapper.bind(target_model=self.target)
         n_tokens = self.options.schedule.continuation
         found = []
@@ -222,7 +222,7 @@ class _Job:
         measured: dict[str, Any],
         taken: Sequence[tuple[Tensor, tuple[str, ...]]],
     ) -> None:
-        """Write the new bundle; its recipe names the documents that it was refined on too."""
+        """Write the new bundle. Its recipe also has the documents that it was refined on."""
         spec = replace(self.spec, format_version=FORMAT_VERSION)
         dtype = getattr(torch, spec.dtype)
         fitted = str(self.opened.recipe.get(digests.FIELD) or "")

@@ -1,8 +1,8 @@
-"""Training a correction: the target continues from the mapped cache, and should say what it says with its own.
+"""Train a correction, so that the target continues from the mapped cache as it does from its own cache.
 
 The loss is the Kullback-Leibler divergence from the target with its own cache to the target with the mapped one, on the tokens
-after the prefix. On text that asks back, most of it lies on the answers. The models are frozen; gradients pass through the
-target to the keys and values that were mapped, and from there to the correction alone.
+after the prefix. On text with questions about itself, most of the loss is on the answers. The models are frozen: gradients pass
+through the target to the mapped keys and values, and from there to the correction alone.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from kvfit.spec import KINDS, Kind, MapperSpec
 
 LOGGER = logging.getLogger("kvfit")
 WARM_UP_STEPS = 10
-SLOWER = 0.25  # what the rate is multiplied by where the holdout got worse
+SLOWER = 0.25  # factor on the learning rate after the holdout got worse
 
 Outputs = Mapping[tuple[Kind, int], Tensor]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast.
+    """The schedule of the training.
 
     Attributes:
-        steps: most steps.
-        batch_size: sequences of a step.
-        learning_rate: of Adam: how far a step moves an output at most, in units of its standard deviation and of its inputs',
-            however many directions it reads. Rises over the first steps, then decays to zero along a cosine.
-        continuation: tokens after the prefix that are scored.
-        prefix_least: shortest prefix; the length is drawn anew at each step.
-        clip: largest norm of a step's gradient.
-        check_every: steps from one look at the holdout to the next.
-        patience: looks without a better one before training stops.
-        seed: of batches and lengths.
+        steps: maximal number of steps.
+        batch_size: sequences per step.
+        learning_rate: learning rate of Adam: the largest change of an output per step, in units of the standard deviations of
+            the output and its inputs. It rises over the first steps, then decays to zero along a cosine.
+        continuation: number of tokens after the prefix that are scored.
+        prefix_least: minimal length of the prefix, which is random in each step.
+        clip: maximal norm of a step's gradient.
+        check_every: number of steps between two checks on the holdout.
+        patience: number of checks without an improvement after which training stops.
+        seed: seed of batches and lengths.
     """
 
     steps: int = 200
@@ -60,24 +60,24 @@ class Schedule:
     seed: int = 0
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by: Adam's first steps are too sure of their direction to be taken whole."""
+        """The factor on the learning rate in a step. It is small at first, because Adam's first steps are unreliable."""
         return min(1.0, (step + 1) / WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
     def prefix_most(self, example: Example) -> int:
-        """The longest prefix that leaves a whole continuation."""
+        """The longest prefix that leaves a full continuation."""
         return len(example.ids) - self.continuation
 
     def holdout_prefixes(self, example: Example) -> list[int]:
-        """The prefixes that an example of the holdout is judged at."""
+        """The prefixes at which an example of the holdout is checked."""
         most = self.prefix_most(example)
         return sorted({most, max(self.prefix_least, most // 2)})
 
 
 class Continuation:
-    """The frozen target, continuing from mapped caches."""
+    """The frozen target, which continues from mapped caches."""
 
     def __init__(self, spec: MapperSpec, target: Any) -> None:
-        """Wrap the loaded target of a mapper with this spec."""
+        """Prepare the loaded target of a mapper with this spec."""
         self.spec, self.target = spec, target
         self.dtype = caches.cache_dtype(target)
         self.devices = caches.layer_devices(target, spec.target.n_layers)
@@ -86,10 +86,10 @@ class Continuation:
         """Mean KL per token, in nats, from the target with its own cache to the target with another one.
 
         Args:
-            cache: of the target, over `prefix` tokens of B sequences; used up.
+            cache: a cache of the target for `prefix` tokens of B sequences; changed in place.
             batch: B examples.
-            prefix: tokens that the cache covers.
-            n_tokens: tokens that the target runs on top of it.
+            prefix: number of tokens in the cache.
+            n_tokens: number of tokens that the target runs on top of it.
         """
         part = slice(prefix, prefix + n_tokens)
         ids, likely, wanted = (
@@ -98,12 +98,12 @@ class Continuation:
         )
         logits = self.target(input_ids=ids, use_cache=True, **{caches.cache_argument(self.target): cache}).logits.float()
         likely, wanted = likely.to(logits.device), wanted.to(logits.device)
-        # Only the likeliest tokens are compared one by one, which can only make the divergence smaller.
+        # The less likely tokens are compared as a sum, which can only make the divergence smaller.
         found = with_rest(logits.gather(-1, likely) - logits.logsumexp(-1, keepdim=True))
         return (wanted.exp() * (wanted - found)).sum(-1).mean()
 
     def cache(self, outputs: Outputs, batch: Sequence[Example], prefix: int) -> Any:
-        """A cache of the target over `prefix` tokens: the first exact, the others mapped, with their gradients."""
+        """A cache of the target for `prefix` tokens, of which the first is exact and the others are mapped, with gradients."""
         cache = caches.new_cache(self.target)
         target = self.spec.target
         for layer_index in range(target.n_layers):
@@ -134,22 +134,22 @@ def train(
     *,
     progress: bool = True,
 ) -> list[dict[str, float]]:
-    """Train a correction in place, and leave it where the holdout was best.
+    """Train a correction in place. It ends with the values that were best on the holdout.
 
     Args:
-        correction: starts at the map that was given.
+        correction: the correction.
         continuation: the frozen target.
-        fit: examples to learn from.
-        holdout: examples to stop by.
-        schedule: see `Schedule`.
-        progress: show a bar or log lines.
+        fit: examples to train on.
+        holdout: examples that decide when to stop.
+        schedule: the schedule.
+        progress: whether to show progress.
 
     Returns:
-        Per look at the holdout: step, and KL on the holdout. The first is that of the map as it was given.
+        Step and KL of every check on the holdout. The first is that of the original map.
     """
     rng = random.Random(schedule.seed)
     parameters = list(correction.matrices.values())
-    # Adam moves every entry alike, so the same rate moves an output by the root of the number of its inputs.
+    # Adam changes all entries equally, so an output changes in proportion to the root of the number of its inputs.
     rates = [{"params": [one], "lr": schedule.learning_rate / math.sqrt(len(one))} for one in parameters]
     optimizer = torch.optim.Adam(rates)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
@@ -174,7 +174,8 @@ def train(
             continue
         if step - lowest["step"] >= schedule.patience * schedule.check_every:
             break
-        # Worse than it has been: back to there, with smaller steps. Which rate is too high differs from pair to pair.
+        # The holdout got worse, so training returns to the best values with smaller steps. How high a rate may be depends on
+        # the pair.
         restore(parameters, best)
         optimizer.state.clear()
         decay.base_lrs = [rate * SLOWER for rate in decay.base_lrs]
@@ -184,7 +185,7 @@ def train(
 
 @torch.no_grad()
 def restore(parameters: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-    """Give parameters the values that were kept of them."""
+    """Set parameters to saved values."""
     for parameter, value in zip(parameters, kept, strict=True):
         parameter.copy_(value)
 
@@ -200,7 +201,7 @@ def _divergence(
 def holdout_divergence(
     correction: Correction, continuation: Continuation, holdout: Sequence[Example], schedule: Schedule
 ) -> float:
-    """Mean KL on examples, each with its longest prefix and with half of that."""
+    """The mean KL on examples, each with its longest prefix and with half of that."""
     found = []
     for example in holdout:
         for prefix in schedule.holdout_prefixes(example):
