@@ -17,9 +17,9 @@ from kvfit.fit.capture.capture import Options as CaptureOptions
 from kvfit.fit.capture.geometry import Geometry, is_built_in, read_geometry
 from kvfit.fit.hardware import EFFICIENCY, Rates
 from kvfit.fit.payoff import MapOption, map_options, table
+from kvfit.fit.solve.options import PENALTIES
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
-from kvfit.fit.solve.ridge import PENALTIES
 from kvfit.fit.solve.system import InputSet, input_set
 from kvfit.fit.stats.budget import buffer_tokens, check_budget, fits_in_memory
 from kvfit.fit.stats.layout import Layout

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvfit.errors import MismatchError, OptionError
-from kvfit.fit.solve.ridge import PENALTIES, PenaltyScale
+from kvfit.fit.solve.ridge import PenaltyScale
 from kvfit.fit.stats.store import Store
 from kvfit.spec import Inputs, Support
 
@@ -19,6 +19,8 @@ Ranking = Literal["holdout", "heo2026"]
 Select = Literal["independent", "greedy"]
 Auto = Literal["auto"]
 
+# The penalties that ``auto`` chooses from, ascending; relative to the mean variance of the inputs.
+PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 # The holdout split estimates a prediction's variance without the optimism of the fit split, but needs rows to do so.
 HOLDOUT_ENOUGH = 2048
 
@@ -31,7 +33,7 @@ class Options:
         top_k: how many source layers each target layer reads: a number, ``all``, or ``auto`` (best on the holdout split).
         select: ``independent`` or ``greedy``.
         shared_layers: keys and values read the same source layers.
-        penalty: a number, or ``auto`` to choose from `ridge.PENALTIES` on the holdout split: per kind and layer, or one for all
+        penalty: a number, or ``auto`` to choose from `PENALTIES` on the holdout split: per kind and layer, or one for all
             under a shared basis.
         penalty_scale: what the penalty multiplies, see `ridge.factorise`.
         support: ``full`` or ``head``.

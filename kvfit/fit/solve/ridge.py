@@ -25,8 +25,6 @@ from kvfit.errors import SolveError
 PenaltyScale = Literal["mean-variance", "covariance", "scatter"]
 Precision = Literal["float64", "mixed"]
 
-# What ``--penalty auto`` tries, ascending; relative to the mean variance.
-PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
 # Relative to the mean variance. The first rung is no damping at all; each failed factorisation climbs one.
 DAMPING_LADDER = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 # A column whose variance is at rounding level next to the largest carries nothing but rounding.
