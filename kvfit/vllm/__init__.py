@@ -1,7 +1,7 @@
 """The serving connector: a vLLM engine of the target continues from what an engine of the source has read.
 
-May import everything but `fit` and `cli`. Only `connector`, `engine` and `metrics` import vLLM, so that addresses, store and
-layouts can be used and tested without it. `KvfitConnector` is loaded when it is first asked for.
+This package may import everything but `fit` and `cli`. Only `connector`, `engine` and `metrics` import vLLM, so that
+addresses, store and layouts can be used and tested without it. `KvfitConnector` is imported when it is first used.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Under which address a block of keys and values lies in a store.
+"""The address under which a block of keys and values lies in a store.
 
 A block's address is a digest of everything that its keys and values depend on: the source model, and the ids of its own
 tokens and of all tokens before them. The salt is in it too, so that engines or tenants with different salts share nothing.
@@ -21,11 +21,12 @@ _VERSION = "kvfit-kv-1"
 
 @dataclass(frozen=True)
 class SourceIdentity:
-    """Which model has made keys and values.
+    """The model that computed keys and values.
 
     Attributes:
-        sampled: digest of its configuration, of a sample of its weights and of its quantisation; part of every address.
-        content: digest of every weight, as entries carry it; None for a mapper that was fitted before kvfit recorded it.
+        sampled: a digest of its configuration, a sample of its weights and its quantisation; part of every address.
+        content: a digest of all of its weights, which every entry carries; None for a mapper that was fitted before kvfit
+            recorded it.
     """
 
     sampled: str
@@ -33,7 +34,7 @@ class SourceIdentity:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> SourceIdentity:
-        """That of a spec."""
+        """The identity of the model that a spec describes."""
         sampled = sampled_identity(spec.config_digest, spec.weight_fingerprint, spec.quantisation)
         return cls(sampled, None if spec.content is None else content_identity(spec.content.rounded, spec.content.n_ids))
 
@@ -50,12 +51,12 @@ def content_identity(rounded: tuple[str, ...], n_ids: int) -> str:
 
 @dataclass(frozen=True)
 class AddressBook:
-    """Addresses of one source model's blocks.
+    """The addresses of the blocks of one source model.
 
     Attributes:
-        identity: of the source model, `SourceIdentity.sampled`.
-        block_tokens: tokens of a stored block.
-        salt: of the deployment; engines that are to share a store need the same.
+        identity: `SourceIdentity.sampled` of the source model.
+        block_tokens: the number of tokens in a stored block.
+        salt: the deployment's salt; engines share entries only where they have the same.
     """
 
     identity: str
@@ -63,7 +64,10 @@ class AddressBook:
     salt: str
 
     def marker(self) -> str:
-        """Where a source engine records that it uses this store: separates another source from a prompt not read yet."""
+        """The address where a source engine records that it uses this store.
+
+        It tells a prompt that has not been read yet from a store that another source uses.
+        """
         return self._root("marker", "").hex()
 
     def blocks(self, token_ids: Sequence[int], tenant: str = "") -> list[str]:
@@ -74,14 +78,14 @@ class AddressBook:
             tenant: the request's own salt.
         """
         digest = self._root("blocks", tenant)
-        found = []
+        addresses = []
         for start in range(0, len(token_ids) - self.block_tokens + 1, self.block_tokens):
             digest = _chained(digest, token_ids[start : start + self.block_tokens])
-            found.append(digest.hex())
-        return found
+            addresses.append(digest.hex())
+        return addresses
 
     def guide(self, token_ids: Sequence[int], tenant: str = "") -> str:
-        """The address of where the source looks after this very prompt; it depends on every one of its tokens."""
+        """The address of the record of where the source looks after this prompt; it depends on all of the prompt's tokens."""
         return _chained(self._root("guide", tenant), token_ids).hex()
 
     def _root(self, purpose: str, tenant: str) -> bytes:

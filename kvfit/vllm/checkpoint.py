@@ -1,4 +1,7 @@
-"""Which model an engine runs, found from its checkpoint: an engine fuses and packs the weights that it loads."""
+"""Find out which model an engine runs.
+
+The checkpoint tells, not the engine's weights: an engine fuses and packs the weights that it loads.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ _ADVICE = "needed the checkpoint that the mapper was fitted on, without quantisa
 
 
 def load_checkpoint(ref: str, revision: str | None, *, weights: bool, trust_remote_code: bool) -> Any:
-    """A checkpoint as a transformers model on the CPU, in the dtype it is stored in.
+    """Load a checkpoint as a transformers model on the CPU, in the dtype that it is stored in.
 
     Args:
-        ref: folder or name, as the engine was given it.
-        revision: as the engine was given it.
-        weights: False for the configuration alone, in a model without content.
-        trust_remote_code: as the engine was given it.
+        ref: the checkpoint's folder or name in the engine's configuration.
+        revision: its revision in the engine's configuration.
+        weights: whether to load the weights; without them the model is on the meta device.
+        trust_remote_code: as in the engine's configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -39,7 +42,7 @@ def check_engine(spec: ModelSpec, model_config: Any, *, weights: bool) -> None:
     """Refuse an engine that does not run the model of a spec.
 
     Args:
-        spec: the target's, as recorded when the map was fitted.
+        spec: the target, as recorded when the map was fitted.
         model_config: vLLM's ``ModelConfig``.
         weights: whether to compare the weights too.
 
@@ -63,10 +66,10 @@ def check_engine(spec: ModelSpec, model_config: Any, *, weights: bool) -> None:
 
 
 def engine_identity(model_config: Any) -> SourceIdentity:
-    """The identity of the model that an engine runs; equal to that of a spec which was recorded of it.
+    """The identity of the model that an engine runs; it equals the identity of a spec that was recorded from this model.
 
     Raises:
-        MismatchError: the engine quantises its weights, so that they are not those of the checkpoint.
+        MismatchError: the engine quantises the weights, so that they are not the checkpoint's.
     """
     model = load_checkpoint(
         model_config.model, model_config.revision, weights=True, trust_remote_code=model_config.trust_remote_code

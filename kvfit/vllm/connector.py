@@ -1,7 +1,7 @@
-"""`KvfitConnector`: what vLLM loads, and how its calls reach the two halves.
+"""`KvfitConnector`, the class that vLLM loads: it passes vLLM's calls on to the scheduler's and the worker's half.
 
-vLLM makes one connector beside the scheduler and one in every worker. The scheduler's decides from token ids alone; what it
-decides travels to the worker with each step; what became of it travels back with the step's result.
+vLLM makes one connector beside the scheduler and one in every worker. The one beside the scheduler decides from token ids
+alone. Its decisions travel to the worker with each step, and the worker's failures travel back with the step's result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger("kvfit")
 
 @dataclass
 class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
-    """What a step has to load and to save."""
+    """What one step of the engine has to load and to save."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -44,12 +44,12 @@ class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class StepResult(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Requests whose load failed, with the reason."""
+    """The requests whose load failed, each with the reason."""
 
     failures: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepResult:
-        """Failures of two workers."""
+        """The failures of both workers."""
         assert isinstance(other, StepResult)
         return StepResult({**self.failures, **other.failures})
 
@@ -62,7 +62,8 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         Raises:
             OptionError: the configuration names an unknown option or an impossible value.
-            UnsupportedModelError: the engine is set up in a way that cannot be proved right; says what to change.
+            UnsupportedModelError: the engine is set up in a way that the connector cannot verify; the message says what to
+                change.
             MismatchError: the engine does not run the mapper's target.
             GateError: the mapper's verdict is ``fail``.
         """
@@ -70,7 +71,7 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         options = self._options = connector_options(transfer.kv_connector_extra_config)
         check_configuration(vllm_config, kv_cache_config, options)
-        # A miss is never an error here: blocks that could not be loaded are computed by the engine.
+        # A miss is never an error here: the engine computes the blocks that could not be loaded.
         transfer.kv_load_failure_policy = "recompute"
         self._store = open_store(options.store, options.max_store_bytes, options.store_options)
         self._mapper = None
@@ -101,18 +102,18 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # The scheduler's calls.
 
     def on_new_request(self, request: Any) -> None:
-        """A request has arrived."""
+        """Note a request that has arrived."""
         if isinstance(self._scheduling, SaveScheduling):
             self._scheduling.begin(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that this step can load, before its forward pass."""
+        """The number of tokens that this step can load before its forward pass."""
         if isinstance(self._scheduling, LoadScheduling):
             return self._scheduling.matched(request, num_computed_tokens), False
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """The blocks that a load goes to."""
+        """Note the blocks that a load goes to."""
         if isinstance(self._scheduling, LoadScheduling):
             self._scheduling.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
 
@@ -127,25 +128,25 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return StepPlan(saves=saves, content=self._content)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What became of a step's loads."""
+        """Note which of a step's loads have failed."""
         result = connector_output.kv_connector_worker_meta
         if isinstance(result, StepResult) and isinstance(self._scheduling, LoadScheduling):
             self._scheduling.failed(result.failures)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """What the client gets in ``kv_transfer_params``; the blocks can be freed."""
+        """False, since the blocks can be freed, and what the client gets in ``kv_transfer_params``."""
         assert self._scheduling is not None
         return False, self._scheduling.finished(request)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is lost is a miss of the target, so nothing is run again for it."""
+        """False: where a save is lost, the target has a miss, so the source need not run anything again."""
         return False
 
     # The worker's calls.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:  # noqa: ARG002
-        """The caches are there, and so is the model."""
+        """Find the model and its caches, which exist from now on."""
         engine = Engine(self._vllm_config, self._kv_cache_config)
         if self._options.role == "target":
             assert self._mapper is not None
@@ -165,10 +166,10 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._invalid_blocks.update(plan.block_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are complete before the first layer."""
+        """Do nothing: loads are complete before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are read after the last layer, when all of them are there."""
+        """Do nothing: blocks are read after the last layer, when the keys and values of all layers are there."""
 
     def wait_for_save(self) -> None:
         """Save what this step has completed."""
@@ -178,30 +179,30 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._worker.save(plan, step.content)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that the engine has to compute after all."""
+        """The blocks that could not be loaded, which the engine has to compute."""
         blocks, self._invalid_blocks = self._invalid_blocks, set()
         return blocks
 
     def build_connector_worker_meta(self) -> StepResult | None:
-        """Why they were not loaded."""
+        """The reasons why requests were not loaded since the last call."""
         failures, self._failures = self._failures, {}
         return StepResult(failures) if failures else None
 
-    # Counters, in scheduler and worker alike.
+    # Counters, in both halves.
 
     def get_kv_connector_stats(self) -> KvfitStats | None:
-        """Counts since the last call."""
+        """The counts since the last call."""
         counted = self._scheduling or self._worker
         return None if counted is None else counted.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvfitStats:
-        """Counts as they arrive elsewhere."""
+        """The counts that another process has sent."""
         return KvfitStats(data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> KvfitPromMetrics:
-        """Counters for Prometheus."""
+        """The counters for Prometheus."""
         return KvfitPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,10 +1,10 @@
-"""A vLLM engine's own model, run by the connector: on tokens of its choice, and as far as the first layer's attention.
+"""Run a vLLM engine's own model on chosen tokens, or only as far as the first layer's attention.
 
-vLLM resumes a prompt after a computed prefix, and computes nothing within it. But its attention takes a batch of pieces, each
-with a place in a sequence and a table of blocks. So tokens anywhere in a mapped prefix can be run again in one pass of the
-engine's own kernels: every run of neighbouring tokens is handed over as a piece of its own, all of them with the same blocks.
-In each layer the fresh keys and values of all pieces are written before any piece attends, so each token sees fresh ones of the
-tokens that are run again and mapped ones of the rest, as in `kvfit.runtime.rewrite`.
+vLLM resumes a prompt after a computed prefix and computes nothing within it. But its attention takes a batch of pieces, each
+with its positions in a sequence and a table of blocks. So tokens anywhere in a mapped prefix can be run again in one pass of
+the engine's own kernels: every run of neighbouring tokens is a piece of its own, and all pieces have the same blocks. Each
+layer writes the new keys and values of all pieces before any piece attends. Each token therefore attends to the new keys and
+values of the tokens that are run again and to the mapped ones of all others, as in `kvfit.runtime.rewrite`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Engine:
     """The model of one worker, its attention layers and their paged caches.
 
     Attributes:
-        layers: attention layers in decoder order.
-        layout: of a block in every layer's cache.
+        layers: the attention layers in decoder order.
+        layout: how a block is laid out in every layer's cache.
         n_heads: H, key/value heads of a layer.
         head_dim: D.
-        dtype: of the cache.
-        device: of the cache.
-        end_ids: token ids that end an answer.
+        dtype: the cache's dtype.
+        device: the cache's device.
+        end_ids: the token ids that end an answer.
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -77,7 +77,7 @@ class Engine:
         self.layers[0].impl.do_kv_cache_update(self.layers[0], keys, values, cache, slots)
 
     def read(self, block_ids: Sequence[int]) -> Tensor:
-        """Keys and values of some blocks in all layers, (L, 2, H, T, D); a copy."""
+        """A copy of the keys and values that some blocks hold in all layers, (L, 2, H, T, D)."""
         return torch.stack([self.layout.read(layer.kv_cache, block_ids) for layer in self.layers])
 
     def write(self, layer_index: int, block_ids: Sequence[int], keys: Tensor, values: Tensor) -> None:
@@ -85,14 +85,14 @@ class Engine:
         self.layout.write(self.layers[layer_index].kv_cache, block_ids, torch.stack([keys, values]))
 
     def run(self, token_ids: Sequence[int], tokens: Iterable[int], block_ids: Sequence[int]) -> None:
-        """Run some tokens of a sequence and put their keys and values in the place of those in its blocks.
+        """Run some tokens of a sequence again and replace their keys and values in its blocks.
 
         Args:
             token_ids: the sequence from its first token on.
-            tokens: which of them to run; each attends to all tokens before it.
-            block_ids: of the sequence's blocks.
+            tokens: the indices of the tokens to run; each token attends to all tokens before it.
+            block_ids: the sequence's blocks.
         """
-        # As many runs as a pass takes, in ascending order: a later token may attend to an earlier one that is run again too.
+        # Ascending, since a later token may attend to an earlier one that is run again too.
         limit = self._vllm_config.scheduler_config.max_num_batched_tokens
         most_runs = self._vllm_config.scheduler_config.max_num_seqs
         batch: list[range] = []
@@ -105,7 +105,10 @@ class Engine:
             self._pass(token_ids, batch, block_ids)
 
     def first_layer(self, token_ids: Sequence[int]) -> Pair:
-        """Keys (rotated) and values of the first layer for all tokens of a sequence, (1, H, T, D): they need no attention."""
+        """Keys (rotated) and values of the first layer for all tokens of a sequence, (1, H, T, D).
+
+        They need no attention, so the pass ends before it.
+        """
         limit = self._vllm_config.scheduler_config.max_num_batched_tokens
         found: list[Pair] = []
         for start in range(0, len(token_ids), limit):
@@ -122,18 +125,19 @@ class Engine:
 
     @torch.inference_mode()
     def read_on(self, token_ids: Sequence[int], memory: Tensor, take: Callable[[Tensor], None]) -> Tensor:
-        """Run a sequence's last tokens beside the paged cache, and see what they attend to.
+        """Run a sequence's last tokens beside the paged cache and show what they attend to.
 
         Args:
-            token_ids: the tokens to run; they stand at the end of `memory`.
-            memory: (L, 2, H, T, D) keys and values of the whole sequence; those of the tokens that run are written.
-            take: called with each layer's attention weights, (Hq, n, T) float32.
+            token_ids: the tokens to run; their places are at the end of `memory`.
+            memory: (L, 2, H, T, D) keys and values of the whole sequence; the pass writes those of the tokens that it runs.
+            take: is called with each layer's attention weights, (Hq, n, T) float32.
 
         Returns:
-            (V,) logits of the token that comes next.
+            (V,) logits of the next token.
 
         Raises:
-            UnsupportedModelError: attention is more than a softmax of products: capped scores, sinks, a bias by distance.
+            UnsupportedModelError: the attention is not a plain softmax of scaled products, but has capped scores, sinks or
+                ALiBi.
         """
         total = memory.shape[3]
         positions = torch.arange(total - len(token_ids), total, device=self.device)
@@ -169,8 +173,8 @@ class Engine:
 
     @torch.inference_mode()
     def _pass(self, token_ids: Sequence[int], pieces: list[range], block_ids: Sequence[int]) -> None:
-        """One forward pass over runs of tokens of one sequence."""
-        pieces = sorted(pieces, key=len)  # backends expect single tokens, which they take for decoding, before longer runs
+        """One forward pass over runs of neighbouring tokens of one sequence."""
+        pieces = sorted(pieces, key=len)  # backends take single tokens for decoding and expect them before longer runs
         order = [token for piece in pieces for token in piece]
         blocks = torch.tensor(block_ids, dtype=torch.int32)
         positions = torch.tensor(order)
@@ -200,7 +204,7 @@ class Engine:
 
     @contextmanager
     def _forward(self, metadata: Any, slots: Tensor | None, n_tokens: int) -> Iterator[None]:
-        """vLLM's context of a forward pass, without compiled code: hooks do not fire in it."""
+        """vLLM's context of a forward pass, without compiled code, in which hooks would not fire."""
         per_layer = None if metadata is None else dict.fromkeys(self._names, metadata)
         mapping = None if slots is None else dict.fromkeys(self._names, slots)
         with set_forward_context(per_layer, self._vllm_config, num_tokens=n_tokens, slot_mapping=mapping, skip_compiled=True):
@@ -208,12 +212,12 @@ class Engine:
 
 
 class _Reached(Exception):
-    """The first attention layer was reached; the rest of the pass is not wanted."""
+    """Ends a forward pass that has reached the first attention layer."""
 
 
 @contextmanager
 def _stopping_at(layer: Any) -> Iterator[list[Tensor]]:
-    """Ends a pass at a layer's attention, and collects what it is given: query, key, value."""
+    """End a pass at a layer's attention and collect its inputs: query, key and value."""
     seen: list[Tensor] = []
 
     def hook(module: Any, args: tuple[Tensor, ...]) -> None:
@@ -231,7 +235,7 @@ def _stopping_at(layer: Any) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def _attending(layers: list[Any], memory: Tensor, attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Attention in the connector's own way instead of vLLM's, which reads and writes the paged cache."""
+    """Replace vLLM's attention, which reads and writes the paged cache, by the connector's own."""
     for layer, own in zip(layers, memory, strict=True):
         layer.forward = functools.partial(attend, layer, own)  # hides the class's method for this one module
     try:
@@ -242,7 +246,7 @@ def _attending(layers: list[Any], memory: Tensor, attend: Callable[..., Tensor])
 
 
 def _runs(tokens: Sequence[int], longest: int) -> Iterator[range]:
-    """Runs of neighbours in ascending numbers, none longer than `longest`."""
+    """Runs of neighbours among ascending numbers, none longer than `longest`."""
     start = 0
     for index in range(1, len(tokens) + 1):
         if index == len(tokens) or tokens[index] != tokens[index - 1] + 1 or index - start == longest:

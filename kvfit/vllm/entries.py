@@ -1,8 +1,8 @@
-"""A store's entries as bytes: tensors in safetensors' format behind a checksum, and what they are.
+"""The format of a store's entries: one tensor in safetensors' format behind a checksum.
 
     8 bytes   KVFIT001
     4 bytes   CRC-32 of the rest, little endian
-    the rest  a safetensors file with one tensor, whose metadata says what it is and when it was written
+    the rest  a safetensors file with one tensor, whose metadata says whose it is and when it was written
 
 The checksum detects torn and flipped bytes. It does not protect against someone who can write to the store: they can make the
 target read anything, so only the engines may write to it.
@@ -24,7 +24,7 @@ _HEAD = len(_MAGIC) + 4
 
 
 class EntryError(Exception):
-    """An entry that cannot be used; `reason` is the word under which it is counted."""
+    """An entry cannot be used; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -33,13 +33,14 @@ class EntryError(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """What was stored.
+    """An entry of a store.
 
     Attributes:
-        states: of a block, keys and values of all layers, (L, 2, H, T, D); of a guide, one weight a token, (T,).
-        content: digest of the source model's weights, `kvfit.vllm.addresses.SourceIdentity.content`.
-        address: under which it was stored; it binds the source model's configuration and a sample of its weights.
-        written: seconds since 1970.
+        states: in a block, keys and values of all layers, (L, 2, H, T, D); in a guide, one weight for each token, (T,).
+        content: the digest of the source model's weights, `kvfit.vllm.addresses.SourceIdentity.content`.
+        address: the address under which it was stored; it depends on the source model's configuration and a sample of its
+            weights.
+        written: when it was written, in seconds since 1970.
     """
 
     states: Tensor
@@ -49,7 +50,7 @@ class Entry:
 
 
 def pack(states: Tensor, content: str, address: str) -> bytes:
-    """An entry's bytes."""
+    """The bytes of an entry that is written now."""
     facts = {"content": content, "address": address, "written": repr(time.time())}
     body = save({"states": states.contiguous()}, metadata=facts)
     head: bytes = _MAGIC + zlib.crc32(body).to_bytes(4, "little")

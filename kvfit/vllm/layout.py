@@ -1,15 +1,15 @@
-"""Where keys and values lie within a block of an engine's paged cache, and reading and writing whole blocks there.
+"""Read and write the keys and values of whole blocks in an engine's paged cache.
 
-Every attention backend packs a block in its own way. vLLM shows a layer's cache as a tensor that counts blocks first:
+Every attention backend packs a block in its own way. In vLLM's tensors the first dimension counts the blocks:
 
     FlashAttention, FlashInfer, Triton    (blocks, H, N, 2 D): keys in the first D features, values in the last D
-    CPU                                   (blocks, H, N, 2 D) in name only: per head, N * D keys in an order that suits the
+    CPU                                   (blocks, H, N, 2 D) in shape only: per head, N * D keys in an order that suits the
                                           processor's instructions (transposed for "vec"), then the values
     vLLM before these views               (2, blocks, N, H, D): keys, then values
 
-So a layout is a table: for each of the 2 H N D elements of a block, its place in the block. `watched_layout` makes it by
-watching: it lets the engine's own write operation store numbers that say which element they are, and looks where they came to
-lie. That holds for any backend that stores plain keys and values, and refuses those that do not (quantised ones).
+So a layout is a table of the place in the block of each of its 2 H N D elements. `watched_layout` finds it by experiment:
+it lets the engine's own write operation store the number of each element and looks where the numbers lie afterwards. This
+works for every backend that stores plain keys and values, and refuses backends that do not, such as quantised caches.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Write = Callable[[Tensor, Tensor, Tensor, Tensor], object]
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of a block's elements.
+    """The places of a block's elements.
 
     Attributes:
-        places: (2, H, N, D) whole numbers: where an element lies in its block, counted along the block's dimensions in order.
+        places: (2, H, N, D) integers: the index of each element in its flattened block.
     """
 
     places: Tensor
 
     @property
     def block_tokens(self) -> int:
-        """N, tokens of a block."""
+        """N, the number of tokens in a block."""
         return int(self.places.shape[2])
 
     def read(self, cache: Tensor, block_ids: Sequence[int]) -> Tensor:
-        """Keys and values of blocks, (2, H, tokens, D); a copy.
+        """A copy of the keys and values of some blocks, (2, H, tokens, D).
 
         Args:
             cache: one layer's paged cache, whose first dimension counts blocks.
@@ -60,7 +60,7 @@ class Layout:
         Args:
             cache: one layer's paged cache; changed.
             block_ids: in the order of the tokens.
-            states: of ``len(block_ids)`` blocks' tokens.
+            states: the keys and values of the tokens of all these blocks.
         """
         index = torch.tensor(block_ids, device=cache.device)
         _, n_heads, _, head_dim = states.shape
@@ -71,23 +71,23 @@ class Layout:
 
 
 def watched_layout(write: Write, cache: Tensor, n_heads: int, block_tokens: int, head_dim: int) -> Layout:
-    """The layout in which an engine's own write operation stores a block.
+    """Find the layout in which an engine's own write operation stores a block.
 
-    The elements are numbered; the write operation stores one binary digit of every number after the other, and the digits that
-    a place has received say which element lies there.
+    The elements are numbered. The write operation stores the numbers one binary digit at a time, so that low precision does no
+    harm, and the digits that a place has received say which element lies there.
 
     Args:
         write: the backend's operation.
-        cache: a layer's paged cache, whose first dimension counts blocks; not changed.
-        n_heads: H of the cache.
-        block_tokens: N.
-        head_dim: D.
+        cache: a layer's paged cache, whose first dimension counts blocks; it is not changed.
+        n_heads: H, the number of key/value heads.
+        block_tokens: N, the number of tokens in a block.
+        head_dim: D, the size of a head.
 
     Returns:
         The layout, on the cache's device.
 
     Raises:
-        UnsupportedModelError: what is stored is not each element once, as in a quantised cache.
+        UnsupportedModelError: the cache does not store each element exactly once; a quantised cache does not.
     """
     count = 2 * n_heads * block_tokens * head_dim
     numbers = torch.arange(count, device=cache.device).view(2, n_heads, block_tokens, head_dim)

@@ -1,4 +1,4 @@
-"""The worker's half on the target: read, map, write into the engine's blocks, and run the chosen tokens again."""
+"""The worker's half on the target: read and map blocks, write them into the engine's cache, and run chosen tokens again."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Loader:
     """Carries out loads in a worker.
 
     Attributes:
-        stats: counts of loads that were applied and that failed.
+        stats: counts of loads that succeeded and that failed.
     """
 
     def __init__(self, mapper: Mapper, engine: Engine, store: Store, content: str | None, options: ConnectorOptions) -> None:
-        """Load entries of sources whose weights have the digest `content`, or of any source where it is None."""
+        """Accept entries of a source whose weights have the digest `content`, or of any source where it is None."""
         self._mapper = mapper.to(engine.device, engine.dtype)
         self._engine, self._store, self._content, self._options = engine, store, content, options
         self._logged: set[str] = set()
@@ -39,9 +39,9 @@ class Loader:
 
     @torch.inference_mode()
     def load(self, plan: Load) -> str | None:
-        """Fill a prompt's blocks; the reason where that was not possible, whatever it was.
+        """Fill a prompt's blocks; return None, or the reason of any failure.
 
-        What is in the blocks is then of no meaning, and the engine must be told to compute them.
+        After a failure the blocks hold anything, and the engine must be told to compute them.
         """
         start = time.perf_counter()
         try:
@@ -50,7 +50,7 @@ class Loader:
             return self._failed(error.reason, error)
         except KvfitError as error:
             return self._failed("mismatch", error)
-        except Exception as error:  # a serving engine must survive any error here: it can prefill instead
+        except Exception as error:  # an engine that serves must survive any error here: it can prefill instead
             return self._failed("error", error)
         self.stats.count("applied")
         self.stats.count("mapped_tokens", len(plan.token_ids))
@@ -66,7 +66,7 @@ class Loader:
         return reason
 
     def _load(self, plan: Load, deadline: float) -> int:
-        """Do it; the number of tokens that were run again."""
+        """Fill the blocks; return the number of tokens that were run again."""
         blocks = [self._get(address, deadline) for address in plan.addresses]
         guide = None if plan.guide is None else self._get(plan.guide, deadline)
         n_tokens = len(plan.token_ids)
@@ -112,7 +112,7 @@ class Loader:
             raise EntryError("slow", f"found a load that takes longer than {self._options.timeout_seconds} s")
 
     def _chosen(self, plan: Load, guide: Tensor | None) -> Sequence[int]:
-        """Which of the mapped tokens the engine runs again: the head, and those that matter."""
+        """The mapped tokens that the engine runs again: the prompt's head, and those that matter most."""
         n_tokens = len(plan.token_ids)
         tokens = set(range(min(self._options.exact_head, n_tokens)))
         if plan.exact_tokens is not None:
@@ -125,12 +125,12 @@ class Loader:
 
 
 def guided(weights: Tensor, n_tokens: int, share: float | Literal["auto"]) -> list[int]:
-    """The tokens of a mapped prefix that the source looks at, as `handoff` chooses them.
+    """Choose the tokens of a mapped prefix that the source looks at most, as `handoff` does.
 
     Args:
-        weights: (S - 1,) what the source looks at, on every token before the last.
-        n_tokens: choose among the first so many.
-        share: of `n_tokens`, rounded up: how many to choose; ``auto`` for as many as its attention asks for.
+        weights: (S - 1,) the source's attention weight on every token but the last.
+        n_tokens: the length of the mapped prefix.
+        share: the share of the prefix to choose, rounded up; ``auto`` lets the weights decide how many.
     """
     worth = weights[None, :n_tokens]
     eligible = (torch.arange(n_tokens) > 0)[None]

@@ -1,7 +1,8 @@
-"""Where a source looks as it reads the end of a prompt and begins its answer: what `kvfit.runtime.recompute` asks of a guide.
+"""Find the tokens that a source attends to as it reads the end of a prompt and begins its answer.
 
-The same queries (the prompt's last tokens, and a draft of the answer), heads and means as there, from an engine of vLLM. It
-runs beside the engine's paged cache, on a copy of the prompt's keys and values, so nothing that other requests see is changed.
+The queries (the prompt's last tokens and a draft of the answer), the choice of heads and the means are those of
+`kvfit.runtime.recompute`, computed with an engine of vLLM. The pass works on a copy of the prompt's keys and values beside
+the engine's paged cache, so it changes nothing that other requests see.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from kvfit.vllm.engine import Engine
 
 
 def looks(engine: Engine, token_ids: Sequence[int], block_ids: Sequence[int]) -> Tensor:
-    """What the queries attend to: the last one, and in part the others.
+    """The weight of each token for the queries: the last query counts in full, the others in part.
 
     Args:
-        engine: the source's; it has read the whole prompt.
+        engine: the source engine, which has read the whole prompt.
         token_ids: the prompt, S tokens.
-        block_ids: of the engine's blocks that hold it.
+        block_ids: the engine's blocks that hold it.
 
     Returns:
-        (S - 1,) float32: one weight for each token but the last; 0 for the first.
+        (S - 1,) float32: a weight for each token but the last; 0 for the first.
     """
     length = len(token_ids)
     question = min(QUESTION_TOKENS, length)
@@ -44,7 +45,7 @@ def looks(engine: Engine, token_ids: Sequence[int], block_ids: Sequence[int]) ->
 
 
 class _Strongest:
-    """Each query's heads with the largest single weight on a token that counts, over all layers of a pass."""
+    """For each query, the heads of all layers with the largest single weight on a token other than the first."""
 
     def __init__(self, n_tokens: int) -> None:
         self.n_tokens = n_tokens
@@ -52,14 +53,14 @@ class _Strongest:
 
     def take(self, weights: Tensor) -> None:
         """Merge one layer's weights, (Hq, queries, T)."""
-        found = weights[:, :, : self.n_tokens].transpose(0, 1).clone()
-        found[:, :, 0] = 0.0  # the first token draws attention whatever it is
-        found = found if self.kept is None else torch.cat([self.kept, found], 1)
-        best = found.amax(2).argsort(dim=1, descending=True, stable=True)[:, :N_HEADS]
-        self.kept = found.gather(1, best[:, :, None].expand(-1, -1, self.n_tokens))
+        heads = weights[:, :, : self.n_tokens].transpose(0, 1).clone()
+        heads[:, :, 0] = 0.0  # the first token draws attention whatever it is
+        heads = heads if self.kept is None else torch.cat([self.kept, heads], 1)
+        best = heads.amax(2).argsort(dim=1, descending=True, stable=True)[:, :N_HEADS]
+        self.kept = heads.gather(1, best[:, :, None].expand(-1, -1, self.n_tokens))
 
     def taken(self) -> Tensor:
-        """(queries, tokens) the mean over each query's heads, of the pass that has run."""
+        """The mean over each query's heads, (queries, tokens), for the pass that has ended; the next pass starts afresh."""
         assert self.kept is not None
         mean, self.kept = self.kept.mean(1), None
         return mean

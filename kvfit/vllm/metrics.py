@@ -1,4 +1,4 @@
-"""What the connector did, counted: for vLLM's log line and its Prometheus endpoint."""
+"""Count what the connector does, for vLLM's log line and its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# Counters without a reason, and what they count.
+# What each counter counts; requests that are prefilled have a counter per reason beside these.
 COUNTERS = {
     "applied": "requests that started from mapped keys and values",
     "mapped_tokens": "tokens that were mapped",
@@ -25,7 +25,7 @@ FALLBACK = "fallback_prefill"
 
 @dataclass
 class KvfitStats(KVConnectorStats):  # type: ignore[misc]
-    """Counts since the last report; ``fallback_prefill:REASON`` counts requests that the target prefilled instead."""
+    """The counts since the last report; ``fallback_prefill:REASON`` counts requests that the target prefilled."""
 
     data: dict[str, Any] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class KvfitStats(KVConnectorStats):  # type: ignore[misc]
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KvfitStats:
-        """The sum with another's counts."""
+        """Add the counts of another process."""
         self.data = dict(Counter(self.data) + Counter(other.data))
         return self
 
@@ -80,7 +80,7 @@ class KvfitPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what was counted since the last report."""
+        """Add the counts since the last report."""
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
             kind, _, reason = name.partition(":")

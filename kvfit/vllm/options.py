@@ -1,4 +1,4 @@
-"""What a user can set: the connector's configuration, and the parameters of one request."""
+"""The connector's configuration and the parameters of one request."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ class ConnectorOptions:
     Attributes:
         role: ``source`` saves what it prefills; ``target`` starts from it.
         store: a folder, or ``package.module:factory`` (see `kvfit.vllm.store`).
-        store_options: what such a factory is called with.
-        mapper: ref or folder of the mapper; the target needs it, the source does not.
+        store_options: the argument of such a factory.
+        mapper: the ref or folder of the mapper; only the target needs it.
         salt: engines share entries only with engines of the same salt.
-        max_store_bytes: limit of a folder; entries unused for longest are deleted beyond it.
-        block_tokens: tokens of a stored block, the same for source and target; a multiple of the source engine's own block.
-        exact_head: first tokens of a mapped prompt that the target runs itself.
-        exact_tail: last tokens of a prompt that are never mapped; what is left of the last block comes on top.
-        recompute: share of the mapped tokens that the target runs again, chosen by where the source looks, or ``auto`` for as
-            many as it looks at. None for the share that the mapper's verdict was found with.
-        guide: source: whether to save where it looks, at the cost of a draft of the answer: a dozen more tokens a prompt.
+        max_store_bytes: the size limit of a folder; beyond it, the entries that were unused for longest are deleted.
+        block_tokens: the number of tokens in a stored block, the same for source and target; a multiple of the source engine's
+        own block size.
+        exact_head: how many of the first tokens of a mapped prompt the target runs itself.
+        exact_tail: how many of the last tokens of a prompt are never mapped; the tokens after the last whole block are not
+        mapped either.
+        recompute: the share of the mapped tokens that the target runs again, chosen by where the source looks; ``auto`` for as
+        many as it looks at; None for the share with which the mapper's verdict was found.
+        guide: for a source, whether to save where it looks. That costs a draft of the answer, a dozen more tokens for each
+            prompt.
         require: ``pass`` refuses a mapper whose verdict is ``fail``; ``any`` takes it.
-        check_weights: whether to compare the engine's checkpoint with what the mapper was fitted on weight by weight, which
-            reads the checkpoint into host memory once at start. Without it the configuration alone is compared.
+        check_weights: whether to compare every weight of the engine's checkpoint with the model that the mapper was fitted on.
+        That reads the checkpoint into host memory once at start. Without it, only the configuration is compared.
         max_age_seconds: entries older than this are not used; None for no limit.
         timeout_seconds: a load that takes longer than this is given up.
     """
@@ -62,15 +65,15 @@ class ConnectorOptions:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What one request may ask for, under ``kvfit`` in its ``kv_transfer_params``.
+    """The parameters of one request, under ``kvfit`` in its ``kv_transfer_params``.
 
     Attributes:
         map: False lets the target prefill this request.
-        exact_tail: instead of the connector's.
-        max_mapped_tokens: map no more than this; the rest of the prompt is prefilled.
-        recompute: instead of the connector's.
-        exact_tokens: instead of `recompute`: which tokens the target runs again, numbers or [start, stop) pairs. For a caller
-            that knows which tokens matter, such as a retrieved passage.
+        exact_tail: replaces the connector's.
+        max_mapped_tokens: the most tokens to map; the target prefills the others.
+        recompute: replaces the connector's.
+        exact_tokens: the tokens that the target runs again instead of those that `recompute` would choose, as numbers or
+        [start, stop) pairs. For a caller that knows which tokens matter, such as a retrieved passage.
     """
 
     map: bool = True
@@ -88,7 +91,7 @@ class RequestOptions:
 
     @property
     def chosen(self) -> frozenset[int] | None:
-        """The tokens of `exact_tokens`."""
+        """The indices of the tokens that `exact_tokens` names."""
         if self.exact_tokens is None:
             return None
         tokens: set[int] = set()
@@ -112,7 +115,7 @@ def connector_options(values: Mapping[str, Any]) -> ConnectorOptions:
 
 
 def request_options(parameters: Any) -> RequestOptions:
-    """A request's options from its ``kv_transfer_params``; the defaults where it says nothing.
+    """A request's options from its ``kv_transfer_params``; an option that is not there has its default.
 
     Raises:
         OptionError: names the option.
@@ -134,7 +137,7 @@ def _require_from(name: str, value: int, least: int) -> None:
 
 
 def _read(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """A dataclass of plain values from a mapping whose values have the fields' types."""
+    """Build a dataclass from a mapping, whose values must have the fields' types."""
     hints = typing.get_type_hints(cls)
     unknown = sorted(set(values) - set(hints))
     if unknown:

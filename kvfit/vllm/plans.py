@@ -1,4 +1,7 @@
-"""What a step of the engine has to load and to save: decided where requests are scheduled, carried out where the cache is."""
+"""Decide what a step of the engine has to load and to save.
+
+The scheduler's half makes these plans, and the worker, which has the cache, carries them out.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from kvfit.vllm.store import Store
 
 @dataclass
 class Load:
-    """A prompt's prefix to be mapped into the target's blocks.
+    """A plan to map a prompt's prefix into the target's blocks.
 
     Attributes:
-        request_id: whose it is.
-        token_ids: of the prefix, n_tokens of them.
-        addresses: of the stored blocks that cover it.
-        block_ids: of the engine's blocks that it goes to; set once they are allocated.
-        guide: address of where the source looks; None where no token is chosen by it.
-        recompute: share of the prefix to run again, or ``auto``.
-        exact_tokens: tokens to run again that the request names; None where the guide chooses.
-        prompt_tokens: length of the whole prompt.
+        request_id: the request whose prompt it is.
+        token_ids: the prefix.
+        addresses: the addresses of the stored blocks that cover it.
+        block_ids: the engine's blocks to write; set once they are allocated.
+        guide: the address of the record of where the source looks; None where no token is chosen by it.
+        recompute: the share of the prefix to run again, or ``auto``.
+        exact_tokens: the tokens to run again that the request names; None where the guide chooses.
+        prompt_tokens: the length of the whole prompt.
     """
 
     request_id: str
@@ -39,14 +42,14 @@ class Load:
 
 @dataclass
 class Save:
-    """Whole blocks of a prompt that a step of the source engine completes.
+    """A plan to save the blocks of a prompt that a step of the source engine completes.
 
     Attributes:
-        addresses: one a stored block, "" where the store holds it already.
-        block_ids: of the engine's blocks that hold them.
-        guide: where to save where the source looks after the whole prompt; None while it is not read to its end.
-        token_ids: the prompt, with `guide`.
-        all_block_ids: of all of the prompt's blocks, with `guide`.
+        addresses: the address of each stored block; "" where the store has the block already.
+        block_ids: the engine's blocks that hold them.
+        guide: the address for the record of where the source looks after the whole prompt; None until it has read all of it.
+        token_ids: the prompt; set with `guide`.
+        all_block_ids: the engine's blocks that hold the whole prompt; set with `guide`.
     """
 
     addresses: list[str]
@@ -57,7 +60,7 @@ class Save:
 
 
 class Miss(Exception):
-    """A request that the target prefills; `reason` is the word under which it is counted."""
+    """The target has to prefill a request; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -66,14 +69,14 @@ class Miss(Exception):
 
 @dataclass(frozen=True)
 class LoadPlanner:
-    """Decides what of a prompt can be mapped.
+    """Decides how much of a prompt can be mapped.
 
     Attributes:
-        book: addresses of the mapper's source.
-        store: where to look.
-        options: the connector's.
-        engine_block: tokens of the target engine's blocks; a prefix ends where one ends.
-        recompute: share to run again where neither request nor connector says.
+        book: the addresses of the mapper's source.
+        store: the store with the blocks.
+        options: the connector's options.
+        engine_block: the number of tokens in the target engine's blocks; a mapped prefix ends where such a block ends.
+        recompute: the share to run again where neither the request nor the connector sets one.
     """
 
     book: AddressBook
@@ -83,17 +86,18 @@ class LoadPlanner:
     recompute: float
 
     def plan(self, request_id: str, token_ids: Sequence[int], tenant: str, wanted: RequestOptions) -> Load:
-        """The load of one prompt, without the blocks that it goes to.
+        """Plan the load of one prompt; the engine's blocks are set later.
 
         Raises:
-            Miss: ``opted_out``, ``short`` (no whole block before the tail), ``other_source`` (no engine of the mapper's source
-                with this salt has used the store), ``missing`` (the prompt's first block is not there), ``no_guide``.
+            Miss: with the reason ``opted_out``, ``short`` (no whole block before the tail), ``other_source`` (no engine that
+            runs the mapper's source with this salt has used the store), ``missing`` (the store lacks the prompt's first block)
+            or ``no_guide`` (it lacks the record of where the source looks).
         """
         if not wanted.map:
             raise Miss("opted_out")
         length = len(token_ids)
         tail = self.options.exact_tail if wanted.exact_tail is None else wanted.exact_tail
-        limit = length - max(1, tail)  # the last token is the engine's own in any case: its logits are what is asked for
+        limit = length - max(1, tail)  # the engine always runs the last token, whose logits give the first token of the answer
         if wanted.max_mapped_tokens is not None:
             limit = min(limit, wanted.max_mapped_tokens)
         if limit < max(self.engine_block, self.book.block_tokens):
@@ -128,10 +132,10 @@ class Reading:
 
     Attributes:
         token_ids: the prompt.
-        addresses: of its whole blocks.
-        guide: address of where the source looks after it; None where that is not saved.
-        block_ids: the engine's blocks so far.
-        n_saved: stored blocks that were saved or found.
+        addresses: the addresses of its whole blocks.
+        guide: the address for the record of where the source looks; None where that is not saved, or is saved already.
+        block_ids: the engine's blocks that have been allocated for it.
+        n_saved: how many of its blocks are in the store.
     """
 
     token_ids: list[int]
@@ -141,7 +145,7 @@ class Reading:
     n_saved: int = 0
 
     def save(self, computed: int, engine_block: int, block_tokens: int, store: Store) -> Save | None:
-        """What to save once `computed` tokens have been run; None for nothing."""
+        """Plan what to save once `computed` tokens have been run; None where there is nothing to save."""
         done = min(computed, len(self.token_ids)) // block_tokens
         fresh = range(self.n_saved, done)
         addresses = ["" if store.has(self.addresses[index]) else self.addresses[index] for index in fresh]

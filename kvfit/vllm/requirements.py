@@ -1,4 +1,4 @@
-"""What an engine must be like, checked before it serves: whatever cannot be proved right here is refused by name."""
+"""Check an engine before it serves, and refuse by name every setting with which the connector is not known to be right."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvfit.vllm.options import ConnectorOptions
 
 
 def check_configuration(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:
-    """Refuse an engine that the connector does not serve.
+    """Refuse an engine that the connector cannot serve.
 
     Args:
-        vllm_config: vLLM's.
-        kv_cache_config: vLLM's.
-        options: the connector's.
+        vllm_config: vLLM's ``VllmConfig``.
+        kv_cache_config: vLLM's ``KVCacheConfig``.
+        options: the connector's options.
 
     Raises:
         UnsupportedModelError: prefix caching on the target, several devices or pipeline stages, speculative decoding, a
@@ -23,8 +23,8 @@ def check_configuration(vllm_config: Any, kv_cache_config: Any, options: Connect
     """
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     if options.role == "target" and cache.enable_prefix_caching:
-        # vLLM files a loaded block under its tokens' hash as soon as it is allocated, as if the engine had computed it. Later
-        # requests, those that asked for no mapping among them, would start from approximate keys and values unawares.
+        # vLLM files a loaded block under the hash of its tokens as soon as it is allocated, as if the engine had computed it.
+        # Later requests, even those that opted out of mapping, would then start from approximate keys and values.
         raise UnsupportedModelError(
             "prefix caching: found it on, needed it off on a target, where mapped blocks would be taken for exact ones: start "
             "the engine with --no-enable-prefix-caching"

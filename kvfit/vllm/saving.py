@@ -1,4 +1,4 @@
-"""The worker's half on the source: read the engine's blocks and put them into the store, with where the source looks."""
+"""The worker's half on the source: save the engine's blocks to the store, and the record of where the source looks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Saver:
 
     @torch.inference_mode()
     def save(self, plan: Save, content: str) -> None:
-        """Put what a step has completed into the store. Whatever goes wrong is logged once: serving goes on."""
+        """Save the blocks that a step has completed. An error is logged once and never stops the engine."""
         start = time.perf_counter()
         try:
             self._save(plan, content)
@@ -45,10 +45,10 @@ class Saver:
         self.stats.count("save_milliseconds", 1000 * (time.perf_counter() - start))
 
     def _save(self, plan: Save, content: str) -> None:
-        a_block = len(plan.block_ids) // max(1, len(plan.addresses))  # engine blocks of a stored one
+        per_address = len(plan.block_ids) // max(1, len(plan.addresses))  # engine blocks in a stored block
         for index, address in enumerate(plan.addresses):
             if address:
-                states = self._engine.read(plan.block_ids[index * a_block : (index + 1) * a_block])
+                states = self._engine.read(plan.block_ids[index * per_address : (index + 1) * per_address])
                 self._put(address, states, content)
         if plan.guide is not None:
             self._put(plan.guide, looks(self._engine, plan.token_ids, plan.all_block_ids), content)

@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: which requests load, which blocks are saved, and what became of it."""
+"""The scheduler's half of the connector: it decides which requests load and which blocks are saved, and notes failures."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def plain_prompt(request: Any) -> bool:
 
 
 class LoadScheduling:
-    """Role target: which requests start from mapped keys and values.
+    """For role target: decides which requests start from mapped keys and values.
 
     Attributes:
         stats: counts of requests that are prefilled.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
-        """Plan with a planner."""
+        """Decide with `planner`."""
         self._planner = planner
         self._plans: dict[str, Load | Miss] = {}
         self._due: list[Load] = []
@@ -39,7 +39,7 @@ class LoadScheduling:
         self.stats = KvfitStats()
 
     def matched(self, request: Any, computed: int) -> int:
-        """Tokens that can be loaded beyond those computed; asked again for a request that waits or was preempted."""
+        """The number of tokens that can be loaded; vLLM asks again for a request that waits or was preempted."""
         known = self._plans.get(request.request_id)
         if known is None:
             known = self._plans[request.request_id] = self._plan(request)
@@ -66,7 +66,7 @@ class LoadScheduling:
             _log.info("a request is prefilled: %s (said once; see the counters)", reason)
 
     def allocated(self, request: Any, block_ids: list[int], n_tokens: int) -> None:
-        """The blocks of a request that loads."""
+        """Note the blocks that were allocated for a request that loads."""
         plan = self._plans.get(request.request_id)
         if n_tokens and isinstance(plan, Load):
             count = n_tokens // self._planner.engine_block
@@ -78,12 +78,12 @@ class LoadScheduling:
         return due
 
     def failed(self, failures: dict[str, str]) -> None:
-        """What the worker could not load: reasons by request. The worker has counted them."""
+        """Note the requests that the worker could not load, with the reasons, which the worker has counted."""
         for request_id, reason in failures.items():
             self._plans[request_id] = Miss(reason)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """What to tell the client."""
+        """Forget a request; return what to tell the client."""
         plan = self._plans.pop(request.request_id, None)
         if plan is None:
             return None
@@ -93,20 +93,20 @@ class LoadScheduling:
 
 
 class SaveScheduling:
-    """Role source: which blocks are complete after a step.
+    """For role source: decides which blocks to save after a step.
 
     Attributes:
-        stats: nothing is counted here.
+        stats: always empty.
     """
 
     def __init__(self, book: AddressBook, store: Store, engine_block: int, guide: bool) -> None:
-        """Save under a book's addresses to a store."""
+        """Save to `store` under the addresses of `book`, with a guide where `guide` is True."""
         self._book, self._store, self._engine_block, self._guide = book, store, engine_block, guide
         self._readings: dict[str, Reading] = {}
         self.stats = KvfitStats()
 
     def begin(self, request: Any) -> None:
-        """A request has arrived."""
+        """Note a request that has arrived."""
         if not plain_prompt(request):
             return
         try:
@@ -121,7 +121,7 @@ class SaveScheduling:
             self._readings[request.request_id] = Reading(token_ids, addresses, guide, [])
 
     def take_due(self, scheduler_output: Any) -> list[Save]:
-        """The blocks that this step completes."""
+        """Plan the saves of the blocks that this step completes."""
         saves = []
         for request_id, fresh, resumed, computed in _scheduled(scheduler_output):
             reading = self._readings.get(request_id)
@@ -135,12 +135,12 @@ class SaveScheduling:
         return saves
 
     def finished(self, request: Any) -> None:
-        """A request is over."""
+        """Forget a request."""
         self._readings.pop(request.request_id, None)
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, list[int], bool, int]]:
-    """(request, new blocks, whether they replace the earlier ones, tokens computed before this step) of a step."""
+    """(request, new blocks, whether they replace the earlier ones, tokens computed before) for each request of a step."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, list(new.block_ids[0]), True, new.num_computed_tokens
     cached = output.scheduled_cached_reqs

@@ -1,9 +1,9 @@
-"""Where a source engine leaves keys and values for a target engine: three calls, and a folder that answers them.
+"""The store in which a source engine leaves keys and values for a target engine: its interface and a folder of files.
 
-Another store (a key-value server, another cache) takes the place of the folder by offering the same three calls:
+Another store (a key-value server, another cache) can replace the folder where it offers the same three calls:
 
     put(address, data) -> bool     keep the bytes; False where they cannot be kept
-    get(address) -> bytes | None   the bytes, None where they are not there (any more)
+    get(address) -> bytes | None   the bytes; None where the entry is missing or was deleted
     has(address) -> bool           whether a get would find them now; cheap, and no promise
 
 An address is 64 hexadecimal digits. An entry never changes: whoever puts an address again puts the same content. A get returns
@@ -28,42 +28,43 @@ _log = logging.getLogger("kvfit")
 
 _ADDRESS = re.compile(r"[0-9a-f]{64}")
 _SUFFIX = ".kv"
-# Puts between two looks at what other processes have written. In between, the folder may grow past its limit by this many
-# entries of every process that writes to it.
+# How many puts pass between two scans for what other processes have written. Between them, every process that writes to the
+# folder may take it past its limit by this many entries.
 _PUTS_A_SCAN = 32
 _ABANDONED_SECONDS = 600  # a file still unfinished after this time belongs to a writer that was killed
 
 
 @runtime_checkable
 class Store(Protocol):
-    """What the connector needs of a store. Calls may come from several processes at once."""
+    """The calls that the connector needs of a store. They may come from several processes at once."""
 
     def put(self, address: str, data: bytes) -> bool:
-        """Keep an entry; False where it cannot be kept. Never raises for want of room."""
+        """Keep an entry; False where it cannot be kept. A full store is no error."""
 
     def get(self, address: str) -> bytes | None:
-        """An entry's bytes, None where there is none."""
+        """An entry's bytes; None where there is no such entry."""
 
     def has(self, address: str) -> bool:
         """Whether an entry is there now."""
 
 
 class FolderStore:
-    """Entries as files of a folder, best in shared memory (``/dev/shm``); a disk that both engines reach works as well.
+    """A store that keeps its entries as files in a folder, best in shared memory (``/dev/shm``).
 
-    A file is written under another name and renamed, so a reader sees all of it or nothing. When the folder is full, the
-    entries that were unused for longest are deleted. The folder can be deleted at any time: what is missing is a miss.
+    A folder on a disk that both engines reach works as well. A file is written under another name and renamed, so a reader sees
+    all of it or nothing. When the folder is full, the entries that were unused for longest are deleted. The folder may be
+    deleted at any time: a missing entry is a miss.
 
     Attributes:
-        folder: where the entries are.
-        max_bytes: what they may add up to.
+        folder: the folder with the entries.
+        max_bytes: the most bytes that they may take together.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
-        """Open a folder, made where it is not there, readable by this user alone.
+        """Open a folder. Where it does not exist, make one that only this user can read.
 
         Raises:
-            MismatchError: the folder cannot be made or written, or `max_bytes` is not positive.
+            MismatchError: the folder cannot be created or written to, or `max_bytes` is not positive.
         """
         self.folder = Path(folder).expanduser()
         self.max_bytes = max_bytes
@@ -114,7 +115,7 @@ class FolderStore:
         return data
 
     def has(self, address: str) -> bool:
-        """Whether the entry's file is there."""
+        """Whether the entry's file exists."""
         return self._path(address).is_file()
 
     def _path(self, address: str) -> Path:
@@ -160,8 +161,8 @@ def open_store(place: str, max_bytes: int, options: dict[str, Any]) -> Store:
 
     Args:
         place: a folder, or ``package.module:factory`` for a store of one's own; the factory is called with `options`.
-        max_bytes: the folder's limit.
-        options: for the factory.
+        max_bytes: the folder's size limit.
+        options: the factory's argument.
 
     Raises:
         MismatchError: there is no such factory, or what it makes lacks one of the three calls.
