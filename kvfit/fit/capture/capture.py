@@ -54,7 +54,7 @@ class Captured:
         sequences: number of sequences that were run.
         short: number of documents that were skipped because they were shorter than a sequence.
         repeated: number of documents that were skipped because they had occurred before.
-        tokens: number of tokens that were kept.
+        tokens: number of tokens in the statistics, without those of batches that were left out.
     """
 
     store: Path
@@ -158,7 +158,7 @@ def capture(
             raise
         _merge_parts(out, ranks)
         shown.finish(f"statistics in {out}", then=f"kvfit solve {out} --out BUNDLE")
-    return Captured(out, state.sequences, state.short, state.repeated, state.sequences * len(options.kept))
+    return Captured(out, state.sequences, state.short, state.repeated, _tokens_of(Store.open(out)))
 
 
 def _proved_pair(
@@ -213,7 +213,20 @@ def _merged_before(out: Path, recipe: dict[str, Any], options: Options, ranks: R
             shutil.rmtree(path, ignore_errors=True)
     cursors = (store.record.cursor or {}).get("texts", ())
     short, repeated = (sum(cursor[name] for cursor in cursors) for name in ("short", "repeated"))
-    return Captured(out, store.count("all") // len(options.kept), short, repeated, store.count("all"))
+    return Captured(out, options.num_sequences, short, repeated, _tokens_of(store))
+
+
+def _tokens_of(store: Store) -> int:
+    """Number of tokens in a finished store. Warns if batches were left out of it, because nothing else would show that."""
+    found = store.quarantined()
+    if found["first"] is not None:
+        first = found["first"]
+        LOGGER.warning(
+            "capture: %d of %d batches are not in the statistics, because they hold values that are not finite, first in the "
+            "%s's %s of layer %d: run the models in bfloat16 or float32",
+            found["quarantined"], found["seen"], *first.values(),
+        )  # fmt: skip
+    return store.count("all")
 
 
 def check_batch_size(batch_size: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import MismatchError, OptionError, StoreError, TextError, UnsupportedModelError
@@ -160,6 +161,31 @@ def test_lexical_inputs_only_where_the_first_layer_allows_them(tiny_pair: tuple[
 def test_lags_that_cannot_be_are_refused(lexical: tuple[int, ...]) -> None:
     with pytest.raises(OptionError, match="--lexical: found"):
         Options(seq_len=64, lexical=lexical)
+
+
+def test_what_is_left_out_is_not_counted_and_warned_of(
+    tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A document with a token whose embedding is infinite: its batch is in no sum, so its tokens are none of the map's."""
+    monkeypatch.setattr("kvfit.fit.stats.record.QUARANTINE_SHARE", 0.5)
+    texts = list(islice(documents(TEXT), 6))
+    tokenizer = models.load_tokenizer(str(tiny_pair[0]))
+    rows = [tokenizer(text)["input_ids"][:64] for text in texts]
+    rare = next(token for token in rows[3] if all(token not in row for row in rows[:3] + rows[4:]))
+    broken = Path(shutil.copytree(tiny_pair[0], tmp_path / "broken"))
+    weights = load_file(broken / "model.safetensors")
+    weights["model.embed_tokens.weight"][rare] = float("inf")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    captured = capture(
+        str(broken), str(tiny_pair[1]), tmp_path / "pair.zarr", text=TextOptions(str(tmp_path / "few.jsonl")),
+        options=replace(SMALL, num_sequences=6), loading=FLOAT32, batch_size=1, progress=False,
+    )  # fmt: skip
+    store = Store.open(tmp_path / "pair.zarr")
+    assert (captured.sequences, captured.tokens) == (6, 5 * 21)
+    assert captured.tokens == store.count("all")
+    assert "1 of 6 batches are not in the statistics, because they hold values that are not finite" in caplog.text
+    assert "first in the source's keys of layer 0" in caplog.text
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor) -> None:
