@@ -23,17 +23,17 @@ class ConnectorOptions:
         salt: engines share entries only with engines of the same salt.
         max_store_bytes: the size limit of a folder; beyond it, the entries that were unused for longest are deleted.
         block_tokens: the number of tokens in a stored block, the same for source and target; a multiple of the source engine's
-        own block size.
+            own block size.
         exact_head: how many of the first tokens of a mapped prompt the target runs itself.
         exact_tail: how many of the last tokens of a prompt are never mapped; the tokens after the last whole block are not
-        mapped either.
+            mapped either.
         recompute: the share of the mapped tokens that the target runs again, chosen by where the source looks; ``auto`` for as
-        many as it looks at; None for the share with which the mapper's verdict was found.
+            many as it looks at; None for the share with which the mapper's verdict was found.
         guide: for a source, whether to save where it looks. That costs a draft of the answer, a dozen more tokens for each
             prompt.
         require: ``pass`` refuses a mapper whose verdict is ``fail``; ``any`` takes it.
         check_weights: whether to compare every weight of the engine's checkpoint with the model that the mapper was fitted on.
-        That reads the checkpoint into host memory once at start. Without it, only the configuration is compared.
+            That reads the checkpoint into host memory once at start. Without it, only the configuration is compared.
         max_age_seconds: entries older than this are not used; None for no limit.
         timeout_seconds: a load that takes longer than this is given up.
     """
@@ -73,7 +73,7 @@ class RequestOptions:
         max_mapped_tokens: the most tokens to map; the target prefills the others.
         recompute: replaces the connector's.
         exact_tokens: the tokens that the target runs again instead of those that `recompute` would choose, as numbers or
-        [start, stop) pairs. For a caller that knows which tokens matter, such as a retrieved passage.
+            [start, stop) pairs. For a caller that knows which tokens matter, such as a retrieved passage.
     """
 
     map: bool = True
