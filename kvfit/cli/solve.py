@@ -16,7 +16,7 @@ from kvfit.cli.arguments import (
     penalty,
     rank,
     ref,
-    size,
+    size_or_auto,
     top_k,
 )
 from kvfit.cli.console import Verb, say
@@ -100,7 +100,9 @@ from kvfit.cli.console import Verb, say
     help="A recipe from the literature; it replaces the defaults of the options above.",
 )
 @click.option("--device", default="cpu", help="Device for the linear algebra.")
-@click.option("--memory-budget", callback=size, default="4GiB", metavar="SIZE", help="Memory for the linear algebra.")
+@click.option(
+    "--memory-budget", callback=size_or_auto, default="auto", metavar="SIZE|auto", help="Memory for the linear algebra."
+)
 @click.option(
     "--precision",
     type=click.Choice(["auto", "float64", "mixed"]),

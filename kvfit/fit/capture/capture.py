@@ -112,8 +112,8 @@ def capture(
         MismatchError: the tokenizers differ, or an option does not fit this pair or this text.
         OptionError: an option has a wrong value.
         UnsupportedModelError: a model cannot be verified; names family, layer and reason.
-    TextError: the text is unreadable or too short.
-    StoreError: the store exists, is locked, or has another recipe.
+        TextError: the text is unreadable or too short.
+        StoreError: the store exists, is locked, or has another recipe.
     """
     options = options or Options()
     text = text or mix(DEFAULT_MIX, TextOptions())

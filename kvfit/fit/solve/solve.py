@@ -25,17 +25,18 @@ from kvfit.fit.progress import track
 from kvfit.fit.solve.choice import Choice, choose
 from kvfit.fit.solve.fitter import Fitter
 from kvfit.fit.solve.options import HOLDOUT_ENOUGH, RECIPES, Options
-from kvfit.fit.solve.reader import Reader, check_budget
+from kvfit.fit.solve.reader import Reader, check_budget, least_bytes
 from kvfit.fit.solve.report import layer_report, solve_report
 from kvfit.fit.solve.ridge import Precision
 from kvfit.fit.solve.select import Probe, probe
+from kvfit.fit.stats.budget import free_memory
 from kvfit.fit.stats.store import Store
 from kvfit.hub.card import write_card
 from kvfit.spec import FORMAT_VERSION, KINDS, Kind, LayerMap, MapperSpec
 
 __all__ = ["HOLDOUT_ENOUGH", "RECIPES", "Options", "Solved", "solve"]
 
-MEMORY_BUDGET = 4 << 30
+MEMORY_BUDGET = 4 << 30  # for a memory budget of ``auto``; more only where one system needs more
 # NVIDIA's data-centre parts multiply float64 at half the speed of float32; every other card at a 32nd or a 64th.
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
@@ -68,7 +69,7 @@ def solve(
     *,
     options: Options | None = None,
     device: torch.device | str = "cpu",
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | Literal["auto"] = "auto",
     precision: Precision | Literal["auto"] = "auto",
     plots: bool = False,
     progress: bool = True,
@@ -82,7 +83,7 @@ def solve(
         out: the bundle's folder; must not exist. While it is made, the weights lie in a temporary folder beside it.
         options: see `Options`.
         device: where the linear algebra runs.
-        memory_budget: bytes for the linear algebra.
+        memory_budget: bytes for the linear algebra; ``auto`` for 4 GiB, or for as much as one system needs if that is more.
         precision: ``float64``; ``mixed`` factors in float32 and refines in float64; ``auto`` is ``mixed`` on graphics cards
             that are slow at float64.
         plots: also draw the R2 map and the curves per layer into the bundle.
@@ -138,7 +139,7 @@ def open_reader(
     options: Options,
     *,
     device: torch.device | str = "cpu",
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | Literal["auto"] = "auto",
     precision: Precision | Literal["auto"] = "auto",
 ) -> Reader:
     """A reader of a store that has what the options ask for, on a device that can do it, with a budget that allows it.
@@ -163,12 +164,18 @@ def open_reader(
             place.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(place) not in FAST_FLOAT64
         )
         precision = "mixed" if slow else "float64"
-    reader = Reader(opened, device=place, memory_budget=memory_budget, precision=precision)
+    reader = Reader(opened, device=place, precision=precision)
     n_source = opened.source.n_layers
     largest = n_source if isinstance(options.top_k, str) else options.top_k
     # Before anything long: what is known to be too much is refused now.
     inputs = Fitter(reader, options).reads("keys", tuple(range(largest)))
-    check_budget(inputs, memory_budget, precision, basis=options.rank != "none")
+    basis = options.rank != "none"
+    if memory_budget == "auto":
+        check_budget(inputs, max(MEMORY_BUDGET, free_memory(place)), precision, basis=basis)
+        reader.memory_budget = max(MEMORY_BUDGET, least_bytes(inputs, precision, basis=basis))
+    else:
+        check_budget(inputs, memory_budget, precision, basis=basis)
+        reader.memory_budget = memory_budget
     return reader
 
 

@@ -29,7 +29,7 @@ from kvfit.fit.solve.fitter import Fitter, Quality, Sets
 from kvfit.fit.solve.options import Options
 from kvfit.fit.solve.ridge import Precision
 from kvfit.fit.solve.select import Probe
-from kvfit.fit.solve.solve import MEMORY_BUDGET, check_new, mapper_spec, open_reader, probe_kinds
+from kvfit.fit.solve.solve import check_new, mapper_spec, open_reader, probe_kinds
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import KINDS, Kind, LayerMap, MapperSpec, Support
 
@@ -103,7 +103,7 @@ def sweep(
     *,
     options: Options | None = None,
     device: torch.device | str = "cpu",
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | Literal["auto"] = "auto",
     precision: Precision | Literal["auto"] = "auto",
     progress: bool = True,
 ) -> Sweep:

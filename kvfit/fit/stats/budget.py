@@ -18,12 +18,17 @@ BUFFER_SHARE = 7 / 8  # of the memory budget; the rest, and a fixed few hundred 
 
 def free_share(device: torch.device | str | None = None) -> int:
     """The memory budget that ``auto`` means: half of what is free where the statistics are, bytes."""
+    return int(AUTO_SHARE * free_memory(device))
+
+
+def free_memory(device: torch.device | str | None = None) -> int:
+    """Bytes that are free on a device, the host's by default."""
     place = torch.device(device or "cpu")
     if place.type == "cuda":
-        return int(AUTO_SHARE * torch.cuda.mem_get_info(place)[0])
+        return int(torch.cuda.mem_get_info(place)[0])
     import psutil
 
-    return int(AUTO_SHARE * psutil.virtual_memory().available)
+    return int(psutil.virtual_memory().available)
 
 
 def fits_in_memory(layout: Layout, memory_budget: int) -> bool:

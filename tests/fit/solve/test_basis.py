@@ -15,6 +15,7 @@ from planted import Planted, plant
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import MismatchError, OptionError, SolveError
 from kvfit.fit.solve import basis, regression
+from kvfit.fit.solve import solve as solving
 from kvfit.fit.solve.basis import prefix_scores
 from kvfit.fit.solve.fitter import Fitter
 from kvfit.fit.solve.reader import Reader, least_bytes
@@ -230,3 +231,13 @@ def test_options_that_a_basis_cannot_have_are_refused(pair: Planted, store: Path
         solve(store, tmp_path / "b", options=Options(rank=4), memory_budget=1 << 20, progress=False)
     solve(narrow, tmp_path / "b", options=Options(rank="auto"), progress=False)  # auto takes what the store allows
     assert Bundle.open(tmp_path / "b").spec.rank is None
+
+
+def test_the_default_budget_grows_with_the_system_up_to_what_is_free(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solving, "MEMORY_BUDGET", 1 << 10)
+    solve(store, tmp_path / "b", options=Options(rank=4), progress=False)
+    monkeypatch.setattr(solving, "free_memory", lambda _device: 1 << 20)
+    with pytest.raises(SolveError, match=r"--memory-budget: found 0.00 GiB, needed .* to find a shared basis"):
+        solve(store, tmp_path / "none", options=Options(rank=4), progress=False)
