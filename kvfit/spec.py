@@ -1,4 +1,4 @@
-"""What a model, its rotary embedding and a mapper are, as frozen values.
+"""Frozen values that describe a model, its rotary embedding and a mapper.
 
 Nothing here touches a model or a file. `kvfit.bundle.records` writes these values as JSON and reads them back.
 """
@@ -20,19 +20,19 @@ Support = Literal["full", "head"]
 Inputs = Literal["same", "both"]
 Pairing = Literal["half", "interleaved"]
 
-# Records written before a field existed do not have it. None is not written either.
+# A record that was written before a field existed lacks it. A value of None is not written either.
 _MAY_BE_ABSENT = {"may_be_absent": True}
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """One rotary table: the angle of position p in plane i is ``p * inverse_frequencies[i]``.
+    """One rotary table: at position p, plane i rotates by the angle ``p * inverse_frequencies[i]``.
 
     Attributes:
-        inverse_frequencies: R/2 angles in radians per position, each exactly a float32.
-        rotated_width: R, the leading features of a head that rotate; the others pass through.
-        pairing: ``half`` turns feature i with i + R/2; ``interleaved`` turns 2i with 2i + 1.
-        attention_scaling: factor on cosine and sine (YaRN, longrope); 1.0 elsewhere.
+        inverse_frequencies: R/2 angles in radians per position, each exactly representable as a float32.
+        rotated_width: R, the number of leading features of a head that rotate; the others stay as they are.
+        pairing: which features form a plane: i and i + R/2 (``half``), or 2i and 2i + 1 (``interleaved``).
+        attention_scaling: the factor on cosine and sine (YaRN, longrope), otherwise 1.0.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -55,11 +55,11 @@ class RopeTable:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """The rotary tables of a model and which layer uses which.
+    """The rotary tables of a model, and which layer uses which table.
 
     Attributes:
         tables: the distinct tables.
-        assignment: per KV layer, the index into `tables`, or None for a layer that does not rotate.
+        assignment: for each KV layer, an index into `tables`, or None where the layer does not rotate.
     """
 
     tables: tuple[RopeTable, ...]
@@ -71,7 +71,7 @@ class RopeSpec:
                 raise SpecError(f"assignment[{layer_index}]", str(table), f"None or 0..{len(self.tables) - 1}")
 
     def table(self, layer_index: int) -> RopeTable | None:
-        """The table of a KV layer, None where it does not rotate."""
+        """The table of a KV layer; None where the layer does not rotate."""
         index = self.assignment[layer_index]
         return None if index is None else self.tables[index]
 
@@ -81,12 +81,13 @@ class Content:
     """Digests of everything that a loaded model's forward pass reads.
 
     Attributes:
-        bits: of the input embedding, of each decoder layer, and of everything else (final norm, head, other parts, rotary
-            tables): 16 hexadecimal digits each, from the exact bits of every element of every tensor that a checkpoint holds.
-        rounded: the same from the values rounded to bfloat16, for a model that is loaded in another dtype.
-        n_ids: token ids of the tokenizer; rows of the embedding and of the head beyond them are padding and not covered.
-        derived: of what the modules computed from the configuration (norm epsilons, scalings, buffers that no file holds).
-        transformers: version that `derived` was computed with; it is compared under the same version only.
+        bits: one digest of 16 hexadecimal digits for the input embedding, for each decoder layer, and for everything else
+            (final norm, head, other parts, rotary tables). It covers the exact bits of every tensor that a checkpoint holds.
+        rounded: the same digests of the values rounded to bfloat16, for a model that is loaded in another dtype.
+        n_ids: the number of the tokenizer's token ids; further rows of the embedding and the head are padding and not covered.
+        derived: a digest of what the modules compute from the configuration (norm epsilons, scalings, buffers that no file
+            holds).
+        transformers: the version that `derived` was computed with; `derived` is compared under this version only.
     """
 
     bits: tuple[str, ...]
@@ -98,25 +99,25 @@ class Content:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What pins one model: where it came from, its KV geometry, and the fingerprints of its content.
+    """The description that identifies one model: its origin, its KV geometry, and the fingerprints of its content.
 
     Attributes:
         ref: ``org/name`` on the Hub, ``demo:source``, or the name (never the path) of a local folder.
-        revision: commit hash, None for what has none.
+        revision: the commit hash; None where there is none.
         family: transformers' ``model_type``.
-        n_layers: layers that own keys and values, in decoder order.
-        n_heads: H, key/value heads per layer.
-        head_dim: D, features per head.
-        n_query_heads: query heads per layer; query head q reads KV head ``q // (n_query_heads // n_heads)``.
-        windows: per KV layer, the sliding window in tokens, or None for full attention.
+        n_layers: the number of layers with keys and values of their own, in decoder order.
+        n_heads: H, the number of key/value heads in a layer.
+        head_dim: D, the number of features in a head.
+        n_query_heads: the number of query heads in a layer; query head q reads KV head ``q // (n_query_heads // n_heads)``.
+        windows: for each KV layer, its sliding window in tokens, or None for full attention.
         rope: the rotary description.
-        tokenizer_fingerprint: digest of the token-to-id map.
-        config_digest: digest of the configuration values that change what the model computes.
-        weight_fingerprint: digest of fixed slices of the embedding and of every decoder layer's weights, in bfloat16.
-        dtype: dtype that the activations were captured in.
-        quantisation: name of the quantisation method, None for none.
-        content: digests of every weight; None for a map that was fitted before kvfit recorded them.
-        tokenization_digest: digest of the ids that a fixed text is encoded to; None as `content`.
+        tokenizer_fingerprint: a digest of the token-to-id map.
+        config_digest: a digest of the configuration values that change what the model computes.
+        weight_fingerprint: a digest of fixed slices of the embedding and of every decoder layer's weights, in bfloat16.
+        dtype: the dtype in which the activations were captured.
+        quantisation: the name of the quantisation method; None where the model is not quantised.
+        content: digests of all weights; None for a map that was fitted before kvfit recorded them.
+        tokenization_digest: a digest of the ids to which the tokenizer encodes a fixed text; None for such an old map too.
     """
 
     ref: str
@@ -155,15 +156,15 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class LayerMap:
-    """How one kind of one target layer is made.
+    """How the keys or the values of one target layer are predicted.
 
     Attributes:
-        kind: what is predicted.
+        kind: ``keys`` or ``values``.
         layer_index: the target layer.
-        source_layers: the source layers read, ascending.
-        penalty: the ridge penalty used, relative to the mean variance of the inputs.
-        r2_fit: R2 before the gain on the fit split, over all outputs together.
-        r2_holdout: the same on the holdout split.
+        source_layers: the source layers that the map reads, ascending.
+        penalty: the ridge penalty, relative to the mean variance of the inputs.
+        r2_fit: R2 on the fit split before the gain, over all outputs together.
+        r2_holdout: R2 on the holdout split, likewise.
     """
 
     kind: Kind
@@ -176,27 +177,29 @@ class LayerMap:
 
 @dataclass(frozen=True)
 class MapperSpec:
-    """A mapper: both models, how keys were treated, and one `LayerMap` per target layer and kind.
+    """The description of a mapper: both models, the options of the fit, and one `LayerMap` per target layer and kind.
 
     Attributes:
-        format_version: of the bundle format.
-        kvfit_version: of the kvfit that wrote it.
+        format_version: the version of the bundle format.
+        kvfit_version: the version of kvfit that wrote the bundle.
         keys_rotated: False when the map works on un-rotated keys (kvfit always fits so).
-        support: ``full``: a layer's outputs read all heads of the chosen source layers, weight (F, G) with
-            F = k * H_source * D_source and G = H_target * D_target; ``head``: target head h reads source head
-            ``h * H_source // H_target`` only, weight (H_target, k * D_source, D_target).
-        inputs: ``same``: keys from keys and values from values; ``both``: each from keys followed by values, so F doubles.
-        gain: the gain that was folded into weight and bias: ``variance``, ``head`` or ``none``.
-        dtype: of the stored weights.
-        layers: keys and values of the first mapped target layer, of the next one, and so on. That is layer 0, or layer 1 where
-            `lexical_lags` says that layer 0 is exact.
-        lexical_lags: how far back the lexical inputs look, ascending; empty for a map without them. The keys and values of the
-            target's first layer depend on the token alone, so the target computes them for every token without attention.
-            Where this is not empty, target layer 0 is exact, and every map also reads its un-rotated keys and its values, of
-            the token itself (lag 0) and of the tokens before it (lag 1, 2, ...): 2 * H_target * D_target inputs a lag, after
-            the source's, lag by lag, keys first. A token without that many before it reads the sequence's first token.
-        rank: r of the shared basis, None for a map of its own per layer. With a basis, one matrix (F, r) projects the inputs of
-            all target layers, and a layer's weight is (r, G).
+        support: ``full``: a layer's outputs read all heads of the k chosen source layers; the weight is (F, G) with
+            F = k * H_source * D_source and G = H_target * D_target. ``head``: target head h reads only source head
+            ``h * H_source // H_target``; the weight is (H_target, k * D_source, D_target).
+        inputs: ``same``: keys are predicted from keys and values from values; ``both``: each is predicted from keys followed by
+            values, so F doubles.
+        gain: the gain that was folded into weights and biases: ``variance``, ``head`` or ``none``.
+        dtype: the dtype of the stored weights.
+        layers: the maps of the first mapped target layer's keys and values, then the next layer's, and so on. The first mapped
+            layer is layer 0, or layer 1 where there are lexical inputs.
+        lexical_lags: the lags of the lexical inputs, ascending; empty for a map without them. The keys and values of the
+            target's first layer depend on the token alone, so the target computes them for every token without attention. With
+            lexical inputs, target layer 0 is therefore exact, and every map also reads its un-rotated keys and its values for
+            the token itself (lag 0) and for earlier tokens (lag 1, 2, ...). They follow the source's inputs lag by lag, keys
+            first, with 2 * H_target * D_target inputs per lag. Where a lag reaches back beyond the sequence, its first token is
+            read.
+        rank: r of the shared basis; None where every layer has a map of its own. With a basis, one matrix (F, r) projects the
+            inputs of all target layers, and a layer's weight is (r, G).
     """
 
     format_version: int
@@ -242,18 +245,18 @@ class MapperSpec:
 
     @property
     def mapped_layers(self) -> range:
-        """The target layers that are mapped; the one before them, if any, is exact."""
+        """The target layers that are mapped. With lexical inputs, layer 0 is exact and not among them."""
         return range(1 if self.lexical_lags else 0, self.target.n_layers)
 
     def layer(self, kind: Kind, layer_index: int) -> LayerMap:
-        """The entry of one kind of one mapped target layer."""
+        """The map of the keys or the values of one mapped target layer."""
         return self.layers[2 * (layer_index - self.mapped_layers.start) + KINDS.index(kind)]
 
     def input_width(self, kind: Kind, layer_index: int) -> int:
-        """F: features that one target layer's map reads, per head where support is ``head``."""
+        """F, the number of features that one target layer's map reads; per head where support is ``head``."""
         per_layer = self.source.width if self.support == "full" else self.source.head_dim
-        of_source = len(self.layer(kind, layer_index).source_layers) * per_layer * (2 if self.inputs == "both" else 1)
-        return of_source + len(self.lexical_lags) * 2 * self.target.width
+        from_source = len(self.layer(kind, layer_index).source_layers) * per_layer * (2 if self.inputs == "both" else 1)
+        return from_source + len(self.lexical_lags) * 2 * self.target.width
 
     @property
     def basis_shape(self) -> tuple[int, int]:
@@ -262,7 +265,7 @@ class MapperSpec:
         return (self.input_width(first.kind, first.layer_index), self.rank or 0)
 
     def weight_shape(self, kind: Kind, layer_index: int) -> tuple[int, ...]:
-        """(F, G) of one target layer; (r, G) under a basis, (H_target, F, D_target) for support ``head``."""
+        """The shape of one layer's weight: (F, G); (r, G) with a basis; (H_target, F, D_target) for support ``head``."""
         width = self.rank or self.input_width(kind, layer_index)
         if self.support == "full":
             return (width, self.target.width)

@@ -1,4 +1,4 @@
-"""Second moments: the mathematics, the statistics on disk, and adding them up.
+"""Second moments: their mathematics, how they are summed, and the store that keeps them on disk.
 
-Knows nothing of models, text or maps: rows of features come in, sums of products come out.
+This package takes rows of features and sums their products. It knows nothing of models, text or maps.
 """

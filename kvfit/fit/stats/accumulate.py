@@ -1,15 +1,15 @@
-"""Accumulator: activations in, statistics on disk.
+"""`Accumulator` turns activations into statistics on disk.
 
-Activations are shifted and put into one buffer, `fit` rows from its front and `holdout` rows from its back. When the next
-batch does not fit, the buffer is emptied: every block is updated by matrix products over its rows. Where all blocks fit into
-the memory budget they stay in memory, and a snapshot is written every few minutes while the next batches run. Otherwise they
-are updated on disk, one by one, each time. Either way new numbers go to the generation that is not live, and one commit makes
-it live together with the cursor.
+It shifts activations and collects them in one buffer, `fit` rows from the front and `holdout` rows from the back. When the next
+batch does not fit, it empties the buffer: it updates every block by matrix products over the rows. Where all blocks fit into
+the memory budget, they stay in memory, and a snapshot is written every few minutes while the next batches run. Otherwise the
+blocks are updated on disk, one by one, each time. Either way the new numbers go to the generation that is not live, and one
+commit makes that generation live together with the cursor.
 
-Where the buffer is emptied depends on its size and on those of the batches alone, and only such a moment is committed. So a
-run that was killed and resumed ends with the same bits as one that was not, however often it was written.
-Forward passes wait for an update on disk: with two buffers of half the size they would not, but every block would be rewritten
-twice as often, which takes longer wherever an update takes longer than the passes that fill the buffer.
+When the buffer is emptied depends only on its size and on the batches' sizes, and a commit holds only such a moment. So a run
+that was killed and resumed ends with the same bits as one that was not, however often it was written. Forward passes wait for
+an update on disk. With two buffers of half the size they would not, but every block would be rewritten twice as often, which
+takes longer wherever an update takes longer than the passes that fill the buffer.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kvfit.fit.stats.writer import StoreWriter
 
 
 class Accumulator:
-    """A store that is being written; holds its lock until it is closed.
+    """A store that is being written. It holds the store's lock until it is closed.
 
-    A context manager. Leaving it before the end commits what was in the blocks when the buffer was last emptied, and never
-    the rows in the buffer. Those are captured again on resume, so interruptions change neither where the buffer is emptied nor
-    any bit of the result.
+    Use it as a context manager. Leaving it before the end commits the blocks as they were when the buffer was last emptied,
+    never the rows in the buffer. Those rows are captured again on resume, so interruptions change neither when the buffer is
+    emptied nor any bit of the result.
 
     Attributes:
         path: the store's folder.
@@ -57,7 +57,7 @@ class Accumulator:
         self._commits = Commits(writer, self._resident, snapshot_seconds)
         self._writer = writer
         fits = buffer_tokens(self._layout, memory_budget)
-        # The number of an earlier run gives the same bits again; it gives way where it no longer fits.
+        # The capacity of an earlier run gives the same bits again, but it must fit into this budget.
         capacity = min(fits, record.buffer_tokens or fits)
         self._buffer = TokenBuffer(self._layout, capacity, None if device is None else torch.device(device))
         self._tokens: dict[Part, int] = {"fit": record.tokens.fit, "holdout": record.tokens.holdout}
@@ -68,7 +68,7 @@ class Accumulator:
 
     @property
     def cursor(self) -> Any:
-        """Of the last commit; None for a fresh store."""
+        """The cursor of the last commit; None in a new store."""
         return self._writer.record.cursor
 
     @property
@@ -78,7 +78,7 @@ class Accumulator:
 
     @property
     def resumable(self) -> bool:
-        """Whether leaving now leaves something to go on from."""
+        """Whether a later run could continue if this one stopped now."""
         return self.cursor is not None or self._commits.pending is not None
 
     @property
@@ -97,15 +97,15 @@ class Accumulator:
         device: torch.device | str | None = None,
         snapshot_seconds: float = SNAPSHOT_SECONDS,
     ) -> Accumulator:
-        """A new store.
+        """Make a new store.
 
         Args:
-            path: where; must not exist.
-            layout: the two models and what is kept of them.
-            recipe: JSON values; all that makes the statistics what they are.
+            path: the store's folder, which must not exist.
+            layout: the two models, and which statistics are kept.
+            recipe: JSON values that say everything the statistics depend on.
             memory_budget: bytes for the token buffer, and for all blocks or for those on their way to disk.
-            device: where buffer and products are; by default where the first batch's source activations are.
-            snapshot_seconds: between two snapshots of blocks in memory.
+            device: the device of the buffer and the products; by default that of the first batch's source activations.
+            snapshot_seconds: the time between two snapshots where the blocks are in memory.
 
         Raises:
             StoreError: `path` exists, is being written by another process, or cannot be written; or the recipe is not JSON.
@@ -123,11 +123,11 @@ class Accumulator:
         device: torch.device | str | None = None,
         snapshot_seconds: float = SNAPSHOT_SECONDS,
     ) -> Accumulator:
-        """Continue a store from its last commit; `cursor` says from where.
+        """Continue a store from its last commit; `cursor` then says where to continue.
 
         Raises:
-            StoreError: no store, damaged, written by another process, or made by another recipe or other models; names the
-                field with both values.
+            StoreError: there is no store, it is damaged, another process writes it, or it was made with another recipe or other
+                models; then the message names the field with both values.
         """
         writer = StoreWriter.open(Path(path))
         try:
@@ -141,7 +141,7 @@ class Accumulator:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Time of ``products``, of ``disk`` work beside them, of a processor in that, and of the ``wait`` for the disk."""
+        """Seconds in ``products``, in ``disk`` work beside them, of a processor in that work, and in ``wait`` for the disk."""
         return {
             "products": self._updater.product_seconds + (self._resident.product_seconds if self._resident else 0.0),
             "disk": self._writer.disk_seconds,
@@ -151,22 +151,22 @@ class Accumulator:
 
     @property
     def buffer_tokens(self) -> int:
-        """Tokens that the buffer holds."""
+        """The number of tokens that fit into the buffer."""
         return self._buffer.capacity
 
     def add(self, split: Literal["fit", "holdout"], source: Activations, target: Activations, cursor: Any) -> None:
-        """Take one batch of a split; commits earlier ones when the buffer is full.
+        """Take one batch of a split. Where the buffer is full, the earlier batches are committed first.
 
         Args:
-            split: which statistics it belongs to.
-            source, target: per kind, one tensor per layer, (N, F1) and (N, G1), of any float dtype and on any device. What is
-                kept is copied. Lexical inputs are in `source` under ``lexical``, one tensor per lag, (N, 2 * G1).
-            cursor: JSON value; where to continue once this batch is committed.
+            split: the split that it belongs to.
+            source, target: per kind, one tensor per layer, (N, F1) and (N, G1), of any float dtype and on any device; they are
+                copied. Lexical inputs are in `source` under ``lexical``, one tensor per lag, (N, 2 * G1).
+            cursor: a JSON value that says where to continue once this batch is committed.
 
         Raises:
-            MismatchError: shapes that are not those of the store's models, or token counts that differ between layers.
-            StoreError: more than 1 % of the batches hold values that are not finite, or the disk refuses. The last commit
-                stays readable; this object does not.
+            MismatchError: shapes do not fit the store's models, or token counts differ between layers.
+            StoreError: more than 1 % of the batches hold values that are not finite, or the disk fails. The last commit stays
+                readable, but this object can no longer be used.
         """
         self._usable()
         n_tokens = self._buffer.check(split, source, target)
@@ -183,7 +183,7 @@ class Accumulator:
         """Commit everything and mark the store as finished.
 
         Raises:
-            StoreError: more than 1 % of the batches hold values that are not finite, or the disk refuses.
+            StoreError: more than 1 % of the batches hold values that are not finite, or the disk fails.
         """
         self._usable()
         with torch.no_grad(), self._failing(), moments.precise_matmul():
@@ -193,7 +193,7 @@ class Accumulator:
             self._commits.write(self._point(), finished=True)
 
     def close(self) -> None:
-        """Commit what the class says, and release the store and the buffer; all else that was not committed is lost."""
+        """Commit what can be committed (see the class), and release the store and the buffer."""
         try:
             if self._failed is None:
                 with torch.no_grad(), self._failing():
@@ -216,7 +216,7 @@ class Accumulator:
         self.close()
 
     def _take(self, split: Part, source: Activations, target: Activations, n_tokens: int) -> BadValue | None:
-        """Copy a batch into the buffer, or say what is wrong with it."""
+        """Copy a batch into the buffer; return None, or the first bad value of a batch that is set aside."""
         buffer, fresh = self._buffer, not self._buffer.shift
         buffer.fix_shift(source, target)
         starts = range(0, n_tokens, buffer.capacity)
@@ -224,11 +224,11 @@ class Accumulator:
             bad = buffer.load(split, source, target, start, min(start + buffer.capacity, n_tokens))
             if bad is not None:
                 if fresh:
-                    buffer.shift = {}  # it came from the bad values
+                    buffer.shift = {}  # the shift was computed from the bad values
                 return bad
         if len(starts) == 1:
             buffer.n_rows[split] += n_tokens
-        else:  # larger than the buffer, which is empty then: piece by piece, and one commit for all of it later
+        else:  # the batch is larger than the buffer, which is empty here: take it in pieces, with one commit for all later
             for start in starts:
                 stop = min(start + buffer.capacity, n_tokens)
                 self._flush()
@@ -255,7 +255,7 @@ class Accumulator:
             self._buffer.clear(split)
 
     def _point(self) -> Point:
-        """Where the sums stand, just after a flush."""
+        """The state that can be committed just after a flush."""
         buffer = self._buffer
         return Point(
             cursor=self._next_cursor,
@@ -267,7 +267,7 @@ class Accumulator:
         )
 
     def _load(self) -> None:
-        """Small arrays of the last commit into memory."""
+        """Read the small arrays of the last commit."""
         writer, layout = self._writer, self._layout
         self._sums: dict[Part, dict[str, Tensor]] = {}
         for split in SPLITS:
@@ -287,7 +287,7 @@ class Accumulator:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Remember an error, so that nothing is committed after it, and turn the disk's into a `StoreError`."""
+        """Remember an error, so that nothing is committed after it, and turn an error of the disk into a `StoreError`."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""TokenBuffer: shifted activations of both splits, waiting to be multiplied."""
+"""`TokenBuffer` collects shifted activations of both splits until they are multiplied."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from kvfit.fit.stats.layout import SPLITS, Group, Layout, Part, vector_of
 from kvfit.fit.stats.record import Array, BadValue
 from kvfit.spec import KINDS
 
-# Per group, one tensor (N, features) per layer, or per lag where the group is ``lexical``.
+# For each group, one tensor (N, features) per layer, or per lag where the group is ``lexical``.
 Activations = Mapping[Group, Sequence[Tensor]]
 
-LARGEST_VALUE = 1e15  # about the shift; the float32 sum of 1e8 squares of it is still finite
+LARGEST_VALUE = 1e15  # relative to the shift; the float32 sum of 1e8 squares of it is still finite
 
 
 class _Columns(NamedTuple):
-    """Where one block of activations comes from; blocks of a group lie side by side in this order."""
+    """Where one block of activations comes from. The blocks of a group lie side by side in this order."""
 
-    model: Literal["source", "target"]  # that gives it; lexical inputs come with the source's, as the other inputs
+    model: Literal["source", "target"]  # lexical inputs come with the source's, as all other inputs do
     group: Group
-    number: int  # of the layer or the lag
+    number: int  # the layer or the lag
     width: int
 
 
 class TokenBuffer:
-    """Rows of shifted activations, float32: per kind all source layers' and then all target layers' features; lexical inputs.
+    """Rows of shifted activations in float32.
 
-    `fit` rows fill it from the front and `holdout` rows from the back, so that each split's rows lie together and neither
-    needs a share of its own.
+    For each kind a row holds the features of all source layers and then of all target layers. `fit` rows fill the buffer from
+    the front and `holdout` rows from the back, so that each split's rows lie together and neither needs a fixed share.
 
     Attributes:
-        capacity: tokens that fit.
-        n_rows: tokens in it, per split.
-        shift: per group, (features,) float32; empty until the first good batch fixed it.
-        device: where it is.
+        capacity: the number of tokens that fit.
+        n_rows: the number of tokens in the buffer, per split.
+        shift: per group, (features,) float32; empty until the first good batch fixes it.
+        device: the buffer's device.
     """
 
     def __init__(self, layout: Layout, capacity: int, device: torch.device | None) -> None:
@@ -61,11 +61,11 @@ class TokenBuffer:
 
     @property
     def used(self) -> int:
-        """Tokens in it, both splits together."""
+        """The number of tokens in the buffer."""
         return sum(self.n_rows.values())
 
     def rows(self, split: Part) -> dict[Group, Tensor]:
-        """The rows of a split per group, views."""
+        """Views of the rows of a split, per group."""
         n_rows = self.n_rows[split]
         first = 0 if split == "fit" else self.capacity - n_rows
         return {group: rows[first : first + n_rows] for group, rows in self._rows.items()}
@@ -75,10 +75,10 @@ class TokenBuffer:
         self.n_rows[split] = 0
 
     def check(self, split: str, source: Activations, target: Activations) -> int:
-        """The tokens of a batch.
+        """Check a batch and return its number of tokens.
 
         Raises:
-            MismatchError: shapes that are not those of the models, or token counts that differ between layers.
+            MismatchError: shapes do not fit the models, or token counts differ between layers.
         """
         if split not in SPLITS:
             raise MismatchError(f"split {split!r}, needs fit or holdout")
@@ -100,10 +100,10 @@ class TokenBuffer:
         return n_tokens or 0
 
     def fix_shift(self, source: Activations, target: Activations) -> None:
-        """Take the means of a batch as the shift and its device as the buffer's, unless they are fixed already."""
+        """Take the shift from a batch's means and the device from its tensors, unless they are fixed already."""
         if not self._rows:
-            found = source["keys"][0].device
-            self.device = self.device or (found if found.type != "mps" else torch.device("cpu"))  # mps has no float64
+            device = source["keys"][0].device
+            self.device = self.device or (device if device.type != "mps" else torch.device("cpu"))  # mps has no float64
             self._rows = {
                 group: torch.empty(self.capacity, sum(one.width for one in columns), dtype=torch.float32, device=self.device)
                 for group, columns in self._columns.items()
@@ -117,10 +117,10 @@ class TokenBuffer:
         self.shift = {group: shift.to(self.device) for group, shift in self.shift.items()}
 
     def load(self, split: Part, source: Activations, target: Activations, start: int, stop: int) -> BadValue | None:
-        """Copy tokens start..stop of a batch behind the split's rows, less the shift, without counting them yet.
+        """Copy tokens start..stop of a batch, less the shift, next to the split's rows, without counting them yet.
 
         Returns:
-            Where the first value is that is not finite or too large to be squared, None for a good batch.
+            Where the first value lies that is not finite or too large to be squared; None for a good batch.
         """
         kept = self.n_rows[split]
         first = kept if split == "fit" else self.capacity - kept - (stop - start)
@@ -137,24 +137,24 @@ class TokenBuffer:
                 low, high = place.aminmax()
                 peaks.append(torch.maximum(-low, high))
                 column += width
-        good = torch.stack(peaks) < LARGEST_VALUE  # false for NaN; one look at the device per batch
+        good = torch.stack(peaks) < LARGEST_VALUE  # false for NaN; one synchronisation with the device per batch
         return None if bool(good.all()) else self._place(int(good.to(torch.int8).argmin()))
 
     def shifts(self) -> dict[str, Array]:
-        """The shift as the store's arrays hold it, by name."""
-        found = {array.name: torch.zeros(array.shape) for array in self._layout.shifts}
-        for place, part in self._places(found):
+        """The shift in the shapes of the store's arrays, by name."""
+        arrays = {array.name: torch.zeros(array.shape) for array in self._layout.shifts}
+        for place, part in self._places(arrays):
             place.copy_(part)
-        return {name: tensor.numpy() for name, tensor in found.items()}
+        return {name: tensor.numpy() for name, tensor in arrays.items()}
 
     def set_shifts(self, shifts: Mapping[str, Array]) -> None:
-        """Take back what `shifts` gave."""
+        """Set the shift from the arrays that `shifts` returned."""
         self.shift = {group: torch.empty(sum(one.width for one in columns)) for group, columns in self._columns.items()}
         for place, part in self._places({name: torch.from_numpy(array) for name, array in shifts.items()}):
             part.copy_(place)
 
     def _places(self, arrays: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each block's features in the store's arrays of shifts, and the same in `shift`, as views."""
+        """For each block, views of its features in the store's arrays of shifts and in `shift`."""
         for group, columns in self._columns.items():
             column = 0
             for model, _, index, width in columns:
@@ -175,7 +175,7 @@ class TokenBuffer:
                 column += width
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._rows = {}
 
     def _place(self, number: int) -> BadValue:

@@ -1,4 +1,4 @@
-"""When sums become live: at once, or in the background where the blocks are in memory and a snapshot is due."""
+"""Decide when sums become live: at once, or in the background where the blocks are in memory and a snapshot is due."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SNAPSHOT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Point:
-    """What a commit says of a moment at which the buffer was empty.
+    """The state that a commit records, at a moment when the buffer is empty.
 
     Attributes:
         cursor: where to continue.
-        tokens: of each split.
-        batches: that were given.
-        buffer_tokens: of the buffer; None before the first token.
+        tokens: the number of tokens in each split.
+        batches: how many batches were added and set aside.
+        buffer_tokens: the buffer's capacity; None before the first token.
         shifts: the arrays of the shift by name; empty before the first token.
         sums: per split, the small arrays by name.
     """
@@ -40,11 +40,11 @@ class Point:
 
 
 class Commits:
-    """Makes what was summed live; one thread writes snapshots.
+    """Commits sums; a thread of its own writes snapshots.
 
     Attributes:
-        pending: where the blocks in memory stand, if that can be committed and is not yet.
-        wait_seconds: time in which the caller waited for a snapshot.
+        pending: the state of the blocks in memory that could be committed now; None where it has been.
+        wait_seconds: how long the caller has waited for snapshots.
     """
 
     def __init__(self, writer: StoreWriter, resident: ResidentBlocks | None, snapshot_seconds: float) -> None:
@@ -57,7 +57,7 @@ class Commits:
         self._background = ThreadPoolExecutor(1, "kvfit-snapshot")
 
     def reach(self, point: Point) -> None:
-        """Commit a point now if the blocks are on disk, in the background if a snapshot is due, and otherwise later."""
+        """Commit a point: now if the blocks are on disk, in the background if a snapshot is due, and otherwise later."""
         if self._resident is None:
             self.write(point)
             return
@@ -69,7 +69,7 @@ class Commits:
         """Commit a point.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk fails.
         """
         writer = self._writer
         if self._resident is not None:
@@ -86,10 +86,10 @@ class Commits:
         self.pending, self._written_at = None, time.monotonic()
 
     def wait(self) -> None:
-        """Let a snapshot end before anything that it reads changes.
+        """Wait until a snapshot has ended, before anything changes that it reads.
 
         Raises:
-            OSError: the disk refused it.
+            OSError: the disk failed in it.
         """
         if self._snapshot is not None:
             started = time.perf_counter()

@@ -1,9 +1,10 @@
-"""Which documents a map was fitted on: a short digest of each, kept from the capture to the evaluation.
+"""Short digests of the documents that a map was fitted on, kept from the capture to the evaluation.
 
-A digest is the first 6 bytes of the SHA-256 of a document's whole text in base64, so 8 characters, with every run of white
-space as one blank. So documents that only begin alike, with one system prompt, differ, and one document that is stored in two
-ways does not. A given document has the digest of one of a million others with odds of 1 in 3 * 10^8, and is then left out; any
-two of a million collide with odds of 1 in 560. All digests are kept in one string, one after the other.
+A digest is the first 6 bytes of the SHA-256 of a document's whole text, in base64, so 8 characters. Every run of white space
+counts as one blank. Documents that only begin alike, say with one system prompt, therefore have different digests, and one
+document that is stored with different white space has one digest. The odds that a given document has the digest of one of a
+million others, and is then left out, are 1 in 3 * 10^8; the odds that any two of a million collide are 1 in 560. All digests
+are kept in one string, one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LENGTH = 8  # characters
-FIELD = "documents"  # of a bundle's recipe
+FIELD = "documents"  # the field of a bundle's recipe
 
 
 def digest(text: str) -> str:
@@ -27,7 +28,7 @@ def digest(text: str) -> str:
 
 
 def parse(joined: str) -> list[str]:
-    """The digests of a string of them."""
+    """Split a string of digests."""
     return [joined[start : start + LENGTH] for start in range(0, len(joined), LENGTH)]
 
 
@@ -36,8 +37,9 @@ class Documents:
     """The documents that a capture has taken so far, part of its cursor.
 
     Attributes:
-        captured: per text, digests of those that are in this process's statistics, in the order of the text.
-        passed: likewise, of those in the statistics of other processes, which this one has to know to see a repetition.
+        captured: per text, the digests of the documents in this process's statistics, in the order of the text.
+        passed: per text, the digests of the documents in other processes' statistics, which this process needs to notice a
+            repetition.
     """
 
     captured: list[str]
@@ -45,12 +47,12 @@ class Documents:
 
     @classmethod
     def of(cls, n_texts: int) -> Documents:
-        """None yet."""
+        """No documents yet."""
         return cls([""] * n_texts, [""] * n_texts)
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any], n_texts: int) -> Documents:
-        """Take back what `to_json` gave."""
+        """Read what `to_json` returned."""
         parts = []
         for name in ("captured", "passed"):
             joined, counts = stored[name], stored.get(f"{name}_by_text", [len(stored[name]) // LENGTH])
@@ -59,11 +61,11 @@ class Documents:
         return cls(*parts) if all(len(part) == n_texts for part in parts) else cls.of(n_texts)
 
     def copy(self) -> Documents:
-        """The same, to be added to."""
+        """A copy to add to."""
         return Documents(list(self.captured), list(self.passed))
 
     def add(self, text: int, found: Iterable[str], *, own: bool) -> None:
-        """Take the documents of a sequence from text number `text`."""
+        """Add the documents of a sequence from text number `text`."""
         (self.captured if own else self.passed)[text] += "".join(found)
 
     def all(self) -> list[str]:
@@ -71,16 +73,16 @@ class Documents:
         return parse("".join(self.captured + self.passed))
 
     def to_json(self) -> dict[str, Any]:
-        """One string of all digests, text by text, and how many are each text's."""
-        found: dict[str, Any] = {}
+        """One string of all digests, text by text, and how many belong to each text."""
+        stored: dict[str, Any] = {}
         for name in ("captured", "passed"):
             parts = getattr(self, name)
-            found |= {name: "".join(parts), f"{name}_by_text": [len(part) // LENGTH for part in parts]}
-        return found
+            stored |= {name: "".join(parts), f"{name}_by_text": [len(part) // LENGTH for part in parts]}
+        return stored
 
 
 def of_cursor(cursor: Any) -> list[str] | None:
-    """The digests of the documents in a store, from its cursor; None where it keeps none."""
+    """The digests of the documents in a store, from its cursor; None where the cursor has none."""
     return _checked(cursor.get("captured")) if isinstance(cursor, Mapping) else None
 
 

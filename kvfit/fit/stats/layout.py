@@ -1,6 +1,7 @@
-"""Which arrays a store has, which blocks they hold, and how they are cut into chunks.
+"""The arrays of a store, the blocks that they hold, and how they are cut into chunks.
 
-The only place that knows names, shapes and chunks; see docs/reference/store-format.md. Pure, except for `create_arrays`.
+This is the only place that knows names, shapes and chunks; see docs/reference/store-format.md. All functions are pure, except
+for `create_arrays`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Literal
 
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec
 
-# What is summed over: the keys and values of a layer, and the lexical inputs of a lag (see `kvfit.spec.MapperSpec`).
+# The features that are summed: the keys and values of a layer, and the lexical inputs of a lag (see `kvfit.spec.MapperSpec`).
 Group = Literal["keys", "values", "lexical"]
 Block = tuple[Kind, int]
 InputBlock = tuple[Group, int]
@@ -36,9 +37,9 @@ class Chunk:
     """One chunk file of an array of blocks.
 
     Attributes:
-        key: name of the file in the array's folder.
-        first, last: the pairs it holds, ``first <= p < last``.
-        top, bottom: the rows of each, ``top <= r < bottom``.
+        key: the file's name in the array's folder.
+        first, last: it holds the pairs ``first <= p < last``.
+        top, bottom: it holds the rows ``top <= r < bottom`` of each pair's matrix.
     """
 
     key: str
@@ -53,11 +54,11 @@ class BlockArray:
     """An array of matrices, one per pair of blocks.
 
     Attributes:
-        role: ``source`` for pairs of input blocks, ``cross`` for an input and a target block.
-        groups: of the left and of the right block.
-        n_left, n_right: layers or lags on either side.
-        rows, columns: of each matrix.
-        dtype: of the stored numbers.
+        role: ``source`` for pairs of input blocks, ``cross`` for pairs of an input block and a target block.
+        groups: the groups of the left and of the right block.
+        n_left, n_right: the number of layers or lags on either side.
+        rows, columns: the size of each matrix.
+        dtype: the dtype of the stored numbers.
     """
 
     role: Literal["source", "cross"]
@@ -70,12 +71,12 @@ class BlockArray:
 
     @property
     def name(self) -> str:
-        """Path under the generation's folder."""
+        """The array's path under the generation's folder."""
         return f"{self.role}/{self.groups[0]}-{self.groups[1]}"
 
     @property
     def vectors(self) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Where the sums and shifts of the left and of the right blocks are, see `vector_of`."""
+        """Where to find the sums and shifts of the left and of the right blocks, see `vector_of`."""
         return vector_of("source", self.groups[0]), vector_of("source" if self.role == "source" else "target", self.groups[1])
 
     @property
@@ -85,16 +86,16 @@ class BlockArray:
 
     @property
     def n_pairs(self) -> int:
-        """Matrices in the array."""
+        """The number of matrices in the array."""
         return self.n_left * (self.n_left + 1) // 2 if self.triangular else self.n_left * self.n_right
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(left layer or lag, right layer or lag) of each matrix, left slowest."""
+        """(left layer or lag, right layer or lag) of each matrix; the right one varies fastest."""
         return tuple((i, j) for i in range(self.n_left) for j in range(i if self.triangular else 0, self.n_right))
 
     def pair_index(self, left: int, right: int) -> int:
-        """Place of the matrix of a pair of layers; left <= right where the array is triangular."""
+        """The index of the matrix of a pair of layers; left <= right where the array is triangular."""
         return left * self.n_right + right - (left * (left + 1) // 2 if self.triangular else 0)
 
     @property
@@ -104,7 +105,7 @@ class BlockArray:
 
     @cached_property
     def chunk_shape(self) -> tuple[int, int, int]:
-        """The fewest matrices that reach 4 MB, or a band of rows of one matrix above 64 MB."""
+        """As many matrices as reach 4 MB; where a single matrix is above 64 MB, a band of its rows."""
         matrix = self.rows * self.columns * ITEM_BYTES[self.dtype]
         if matrix > LARGEST_CHUNK:
             bands = math.ceil(matrix / LARGEST_CHUNK)
@@ -113,7 +114,7 @@ class BlockArray:
 
     @property
     def chunk_bytes(self) -> int:
-        """Length of every chunk file."""
+        """The length of every chunk file."""
         return math.prod(self.chunk_shape) * ITEM_BYTES[self.dtype]
 
     @cached_property
@@ -127,7 +128,7 @@ class BlockArray:
         )
 
     def chunk_numbers(self, pair: int) -> range:
-        """Which chunks hold the matrix of one pair."""
+        """The numbers of the chunks that hold the matrix of one pair."""
         bands = math.ceil(self.rows / self.chunk_shape[1])
         first = (pair // self.chunk_shape[0]) * bands
         return range(first, first + bands)
@@ -143,7 +144,7 @@ class VectorArray:
 
     @property
     def chunk_bytes(self) -> int:
-        """Length of the chunk file."""
+        """The length of the chunk file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
@@ -153,7 +154,7 @@ class VectorArray:
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The one chunk."""
+        """The only chunk."""
         return (Chunk("c.0.0.0", 0, self.shape[0], 0, self.shape[1]),)
 
 
@@ -164,8 +165,8 @@ class Layout:
     Attributes:
         source, target: the two models.
         inputs: ``same`` or ``both``; see `kvfit.spec.MapperSpec`.
-        stats_dtype: of the matrices.
-        lexical_lags: of the lexical inputs; see `kvfit.spec.MapperSpec`. Empty for none.
+        stats_dtype: the dtype of the matrices.
+        lexical_lags: the lags of the lexical inputs; see `kvfit.spec.MapperSpec`. Empty where there are none.
     """
 
     source: ModelSpec
@@ -176,7 +177,7 @@ class Layout:
 
     @cached_property
     def blocks(self) -> tuple[BlockArray, ...]:
-        """The arrays of matrices that each split has."""
+        """The arrays of matrices of each split."""
         groups = GROUPS if self.lexical_lags else GROUPS[:2]
         of_source, of_lexical = (self.source.n_layers, self.source.width), (len(self.lexical_lags), self.lexical_width)
         sizes: dict[Group, tuple[int, int]] = {"keys": of_source, "values": of_source, "lexical": of_lexical}
@@ -194,18 +195,18 @@ class Layout:
         )
 
     def _together(self, a: Group, b: Group) -> bool:
-        """Whether any map can have both groups: lexical inputs go with everything, keys and values where inputs is ``both``."""
+        """Whether a map can read both groups: lexical inputs go with everything, keys and values go together for ``both``."""
         return a == b or self.inputs == "both" or "lexical" in (a, b)
 
     @cached_property
     def sums(self) -> tuple[VectorArray, ...]:
-        """The small arrays that each split has."""
+        """The small arrays of each split."""
         sums = [VectorArray(f"{name}_sum", shape, "float64") for name, shape in self._vectors.items()]
         return (*sums, VectorArray("target_square", self._vectors["target"], "float64"))
 
     @property
     def arrays(self) -> tuple[BlockArray | VectorArray, ...]:
-        """All arrays that each split has."""
+        """All arrays of each split."""
         return (*self.blocks, *self.sums)
 
     @cached_property
@@ -220,26 +221,26 @@ class Layout:
 
     @property
     def lexical_width(self) -> int:
-        """Features of one lag's lexical inputs: the target's keys and values of one layer."""
+        """The number of features in one lag's lexical inputs: the target's keys and values of one layer."""
         return 2 * self.target.width
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Features of all source layers and of all target layers of one kind."""
+        """The number of features of one kind in all source layers and in all target layers."""
         return self.source.n_layers * self.source.width, self.target.n_layers * self.target.width
 
     @property
     def token_bytes(self) -> int:
-        """What one token takes in the buffer: both kinds of all layers of both models and the lexical inputs, in float32."""
+        """The bytes of one token in the buffer: both kinds of all layers of both models and the lexical inputs, in float32."""
         return 4 * (2 * sum(self.widths) + len(self.lexical_lags) * self.lexical_width)
 
     @property
     def split_bytes(self) -> int:
-        """Bytes of one split's chunk files; a store holds two splits, and up to twice that while it is written."""
+        """The bytes of one split's chunk files. A store has two splits, each in up to two generations while it is written."""
         return sum(array.chunk_bytes * len(array.chunks) for array in self.arrays)
 
     def block(self, role: Literal["source", "cross"], left: Group, right: Group) -> BlockArray | None:
-        """The array of a role and two groups, None where the store has none."""
+        """The array of a role and two groups; None where the store has no such array."""
         return next((array for array in self.blocks if array.role == role and array.groups == (left, right)), None)
 
     def paths(self) -> Iterator[tuple[str, BlockArray | VectorArray]]:
@@ -253,17 +254,17 @@ class Layout:
 
 
 def vector_of(model: Literal["source", "target"], group: Group) -> tuple[str, int]:
-    """Where the sums and shifts of a group of blocks are: X of the arrays ``X_sum`` and ``shift/X``, and the place in it."""
+    """Where the sums and shifts of a group of blocks are: X in the arrays ``X_sum`` and ``shift/X``, and the index there."""
     return ("lexical", 0) if group == "lexical" else (model, KINDS.index(group))
 
 
 def array_path(split: Part, generation: Generation, array: BlockArray | VectorArray) -> str:
-    """Path of an array of one split's generation, relative to the store."""
+    """The path of an array of one split's generation, relative to the store."""
     return f"{split}/{generation}/{array.name}"
 
 
 def create_arrays(root: Path, layout: Layout) -> None:
-    """Write the Zarr metadata of every array of an empty store. The chunks are files of their own; see `record`."""
+    """Write the Zarr metadata of every array of an empty store. `record` writes the chunk files."""
     import zarr
 
     group = zarr.create_group(str(root), zarr_format=3, attributes={"format": "kvfit-store"})

@@ -1,4 +1,4 @@
-"""merge: several stores of one recipe become one, as if one run had seen all their text."""
+"""Merge several stores of one recipe into one, as if one run had seen all their text."""
 
 from __future__ import annotations
 
@@ -22,31 +22,33 @@ from kvfit.fit.stats.record import PART_FIELD, Array, Batches, Record, Tokens, f
 from kvfit.fit.stats.store import Store
 from kvfit.fit.stats.writer import StoreWriter, building, publish, sync_tree
 
-CHANCE = 2e-6  # of documents, whose digests may meet without being one text: two stores of a million each have one in 280
+# The share of documents whose digests may be equal by chance: the odds that two stores of a million documents each have one in
+# common are 1 in 280.
+CHANCE = 2e-6
 
 
 def merge(paths: Iterable[str | Path], out: str | Path, weights: Sequence[float] | None = None) -> Store:
-    """Merge finished stores into a new one at `out`; block by block, so memory stays at a few chunks.
+    """Merge finished stores into a new one at `out`, block by block, so that only a few chunks are in memory.
 
-    Each store sums about a shift of its own, so its products are first brought about one common shift, the mean over all
-    parts, which adds the between-shard mean term; see `moments.reshift`. The result does not depend on the order of the
-    paths except for rounding. The merged recipe is the common one, with ``{"merged": [...]}`` where parts differ; its field
-    ``part`` lists the parts'. The merged cursor is what the parts' have in common, with the documents of all of them.
+    Each store sums about a shift of its own, so its products are first moved to one common shift, the mean over all parts,
+    which adds the between-shard mean term; see `moments.reshift`. Except for rounding, the result does not depend on the order
+    of the paths. The merged recipe is the common one, with ``{"merged": [...]}`` where parts differ; its field ``part`` lists
+    all parts. The merged cursor holds what the parts' cursors have in common, with the documents of all of them.
 
     Args:
-        paths: stores that agree in models, inputs, stats_dtype and recipe, apart from the field ``part``. Where each says which
-            documents it holds, as every capture does, they may be of different text: `OF_TEXT` may differ too.
-        out: must not exist; appears whole or not at all.
-        weights: one per path, above 0: each split of a store counts as its tokens times the weight by the largest of them,
-            rounded to a whole token. So no store counts as more tokens than it has seen. None for 1 each.
+        paths: stores that agree in models, inputs, stats_dtype and recipe, apart from the field ``part``. Where all of them
+            record their documents, as captures do, their texts may differ too: the fields `OF_TEXT`.
+        out: the new store's folder. It must not exist, and appears whole or not at all.
+        weights: one weight above 0 for each path; None for 1 each. The weights are divided by the largest, and each split of a
+            store counts as its tokens times its weight, rounded to a whole token. So no store counts as more than it has seen.
 
     Returns:
         The merged store.
 
     Raises:
-        MismatchError: the stores differ in a field, named with both values, or one is given twice, or a document is in two.
-        OptionError: another number of weights than stores, or a weight that is not above 0 or leaves a split without a token.
-        StoreError: a store is missing, unfinished or damaged, `out` exists, or the disk refuses.
+        MismatchError: the stores differ in a field, which is named with both values, or a store or a document is there twice.
+        OptionError: there is not one weight for each store, or a weight is not above 0 or leaves a split without a token.
+        StoreError: a store is missing, unfinished or damaged, `out` exists, or the disk fails.
     """
     stores = [Store.open(path) for path in paths]
     if not stores:
@@ -84,25 +86,25 @@ def merge(paths: Iterable[str | Path], out: str | Path, weights: Sequence[float]
 
 
 def _counts(store: Store, share: float) -> dict[Part, int]:
-    """As how many tokens each split of a store counts."""
-    found: dict[Part, int] = {split: round(store.count(split) * share) for split in SPLITS}
-    lost = [split for split in SPLITS if store.count(split) and not found[split]]
+    """The number of tokens that each split of a store counts as."""
+    counts: dict[Part, int] = {split: round(store.count(split) * share) for split in SPLITS}
+    lost = [split for split in SPLITS if store.count(split) and not counts[split]]
     if lost:
         raise OptionError(
             f"--weights: found {share:g} of the largest for {store.path}, so that its {store.count(lost[0])} tokens of the "
             f"{lost[0]} split count as none, needed a larger weight: or leave the store out"
         )
-    return found
+    return counts
 
 
 @dataclass(frozen=True)
 class _Shifted:
-    """A store as it goes into the merge.
+    """A store in a merge.
 
     Attributes:
         store: the store.
-        delta: its shift less the common one, by name of the shift's array, (kinds, layers, features).
-        counts: tokens that each split counts as.
+        delta: its shift less the common shift, by the name of the shift's array, (kinds, layers, features).
+        counts: the number of tokens that each split counts as.
     """
 
     store: Store
@@ -118,12 +120,12 @@ class _Shifted:
         return cls(store, delta, counts)
 
     def weight(self, split: Part) -> float:
-        """What the split's sums are multiplied with: exactly the ratio of the counts, so that means stay what they are."""
+        """The factor on the split's sums: exactly the ratio of the counts, so that means do not change."""
         return self.counts[split] / self.store.count(split)
 
 
 def _common_shift(stores: Sequence[Store], counts: Sequence[int]) -> dict[str, Tensor]:
-    """The mean over all tokens that all stores count as, as float32; empty where there is none."""
+    """The mean over the tokens that all stores count as, in float32; empty where there are none."""
     n_tokens = sum(counts)
     if n_tokens == 0:
         return {}
@@ -183,15 +185,16 @@ def _merged_sums(parts: Sequence[_Shifted], split: Part) -> dict[str, Array]:
 
 
 def _check_alike(stores: Sequence[Store], may_differ: Sequence[str]) -> None:
-    """Refuse stores that differ in what their numbers mean, and a part that is there twice.
+    """Refuse stores whose numbers differ in meaning, and a part that is there twice.
 
     Args:
-        stores: to be merged.
-        may_differ: fields of the recipe, where documents are known.
+        stores: the stores to merge.
+        may_differ: fields of the recipe that may differ, where the documents are known.
     """
     seen: dict[str, Path] = {}
     for store in stores:
-        # Where documents are known they tell whether text is there twice; a part's number says nothing of another capture's.
+        # Known documents tell whether text is there twice. Then parts need no comparison: those of different captures have
+        # the same numbers.
         parts = [] if may_differ else [json.dumps(part, sort_keys=True) for part in part_list(store.record)]
         for key in (os.path.realpath(store.path), *parts):
             if key in seen:
@@ -207,7 +210,7 @@ def _check_alike(stores: Sequence[Store], may_differ: Sequence[str]) -> None:
 
 
 def _check_documents(stores: Sequence[Store]) -> None:
-    """Refuse the same text twice, as far as the stores say what they hold."""
+    """Refuse the same text twice, where the stores record their documents."""
     seen: dict[str, Path] = {}
     for store in stores:
         found = digests.of_cursor(store.record.cursor) or []
@@ -222,7 +225,7 @@ def _check_documents(stores: Sequence[Store]) -> None:
 
 
 def _merged_cursor(records: Sequence[Record]) -> dict[str, Any] | None:
-    """What the parts of one capture agree on (where its text ended), and all their documents, if each part says its own."""
+    """What the parts' cursors have in common (where the text ended), and all documents if every part records its own."""
     cursors = [record.cursor for record in records]
     if not all(isinstance(cursor, Mapping) for cursor in cursors):
         return None

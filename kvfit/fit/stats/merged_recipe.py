@@ -1,4 +1,4 @@
-"""The recipe of a merged store, and what the recipes of its parts may differ in."""
+"""The recipe of a merged store, and the fields in which the recipes of its parts may differ."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from kvfit.bundle.records import value_at
 from kvfit.fit.stats.record import PART_FIELD, Record
 
-# Fields of the recipe that say which text was read and in which portions; statistics of different texts can be added too.
-WEIGHTS_FIELD = "weights"  # of a merged recipe: how much each text counts, where that is not 1 each
+WEIGHTS_FIELD = "weights"  # the field of a merged recipe that says how much each text counts, where not all count 1
+# The fields that say which text was read and in which portions. Statistics of different texts can be merged too.
 OF_TEXT = ("text", "options.num_sequences", "options.seed", "batch_size")
 
 
 def merged_recipe(records: Sequence[Record], weights: Sequence[float]) -> dict[str, Any]:
-    """The common recipe, in an order of its own where parts differ, so that the order of the paths leaves no trace.
+    """The common recipe. Where parts differ, their values are sorted, so that the order of the paths makes no difference.
 
-    Sequences add up over captures. The parts of one `torchrun` say how many all of them made, so they belong into one merge: in
-    two, one after the other, they are counted twice.
+    The numbers of sequences are summed over captures. Each part of one `torchrun` records the number that all parts made
+    together, so they belong into one merge: in two successive merges they would be counted twice.
     """
     recipe = {name: value for name, value in records[0].recipe.items() if name != PART_FIELD}
-    # Captures of one text and options, by how often the same part of them is there.
+    # The records of each capture: of one text with one set of options.
     captures: dict[str, list[Record]] = {}
     for record in records:
         captures.setdefault(
@@ -48,17 +48,17 @@ def merged_recipe(records: Sequence[Record], weights: Sequence[float]) -> dict[s
 
 
 def part_list(record: Record) -> list[Any]:
-    """The parts in a store: what its recipe's field says, those of a merge one by one; none where it says nothing."""
+    """The parts of a store, from its recipe: one for a capture, several for a merged store, none where it says nothing."""
     part = record.recipe.get(PART_FIELD)
     return [] if part is None else _unmerged(part)
 
 
 def replaced(recipe: Mapping[str, Any], field: str, value: Any) -> dict[str, Any]:
-    """A recipe with another value in a field; unchanged where it has no such field."""
-    name, _, rest = field.partition(".")
-    if name not in recipe or (rest and not isinstance(recipe[name], Mapping)):
+    """The recipe with another value in a field, whose path may have dots; unchanged where it has no such field."""
+    name, _, inner = field.partition(".")
+    if name not in recipe or (inner and not isinstance(recipe[name], Mapping)):
         return dict(recipe)
-    return {**recipe, name: replaced(recipe[name], rest, value) if rest else value}
+    return {**recipe, name: replaced(recipe[name], inner, value) if inner else value}
 
 
 def _unmerged(value: Any) -> list[Any]:

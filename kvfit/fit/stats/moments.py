@@ -1,11 +1,11 @@
-"""Second moments about a shift: the mathematics of the store, as pure functions.
+"""The mathematics of the store: second moments about a shift, as pure functions.
 
 For rows x (F,) and y (G,) of N tokens and fixed shifts s (F,) and u (G,), with d = x - s and e = y - u,
 
     m = sum d    k = sum e    P = sum d' e    q = sum e * e
 
-carry everything: the mean of x is ``s + m / N`` and the scatter about the means is ``P - m' k / N``. With a shift near the
-mean nothing large cancels, also where the mean is 1e4 times the spread and float32 sums of ``x' y`` keep no digit.
+are enough: the mean of x is ``s + m / N`` and the scatter about the means is ``P - m' k / N``. With a shift near the mean
+nothing large cancels, even where the mean is 1e4 times the spread and float32 sums of ``x' y`` would keep no correct digit.
 
 Source: Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983), equations 1.5 to 2.1.
 """
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 ROWS_PER_PRODUCT = 128  # rows of one float32 product
-ROWS_PER_SUM = 4096  # rows whose products are added up in float32 before they go into the float64 total
-ROWS_PER_WIDENING = 512  # rows that are copied to float64 at a time: more would leave a processor's cache
-PRODUCT_COLUMNS = 8192  # columns of one float32 product on a processor
+ROWS_PER_SUM = 4096  # rows whose products are summed in float32 before they go into the float64 total
+ROWS_PER_WIDENING = 512  # rows that are copied to float64 at a time: more would not fit into a processor's cache
+PRODUCT_COLUMNS = 8192  # columns of one float32 product on a CPU
 
 
 @contextlib.contextmanager
 def precise_matmul() -> Iterator[None]:
-    """Full float32 matrix products inside, whatever the caller had set; everything as it was afterwards.
+    """Compute float32 matrix products in full precision inside, and restore the caller's settings afterwards.
 
-    Off inside: TF32 and bfloat16 passes for float32 products on graphics cards and in oneDNN, reduced-precision sums of
+    This turns off TF32 and bfloat16 passes for float32 products on graphics cards and in oneDNN, reduced-precision sums of
     half-precision products, float16 accumulation, and autocast.
     """
     cuda, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
@@ -42,8 +42,8 @@ def precise_matmul() -> Iterator[None]:
         )
         if hasattr(cuda, name)
     ]
-    # Torch has an older and a newer interface to one setting. The older one refuses to be read once a caller used both, so
-    # the newer one is set too, and last; on a torch that lacks it the older one says all.
+    # Torch has an older and a newer interface to one setting. Once a caller has used both, the older one can no longer be
+    # read, so the newer one is set too, and last. A torch without the newer interface needs only the older one.
     switches += [(owner, "fp32_precision", "ieee") for owner in (cuda, mkldnn) if hasattr(owner, "fp32_precision")]
     before = [getattr(owner, name) for owner, name, _ in switches]
     try:
@@ -69,11 +69,11 @@ def _no_cuda_autocast() -> contextlib.AbstractContextManager[Any]:
 
 
 def shift_of(rows: Tensor) -> Tensor:
-    """The shift that a first batch gives: its mean, rounded to an eighth of the spread or finer.
+    """The shift that a first batch determines: its mean, rounded to an eighth of the spread or finer.
 
-    Rounded, because half-precision activations take few values and the squares of ``x - s`` round the same way each time one
-    comes again: with all digits of the mean in s that is a bias of 3e-6, whatever the number of rows. About a shift of few
-    bits such activations stay numbers of few bits, whose squares add up without rounding.
+    It is rounded because half-precision activations take few values, and each time a value recurs, its square of ``x - s``
+    rounds the same way: with all digits of the mean in s, that is a bias of 3e-6, whatever the number of rows. Less a shift
+    of few bits, such activations remain numbers of few bits, whose squares are summed without rounding.
 
     Args:
         rows: (N, F) of any float dtype.
@@ -88,13 +88,13 @@ def shift_of(rows: Tensor) -> Tensor:
 
 
 def sum_products(total: Tensor, left: Tensor, right: Tensor, *, scratch: Tensor | None = None) -> None:
-    """``total[p] = left' @ right_p`` for P matrices side by side in `right`.
+    """Compute ``total[p] = left' @ right_p`` for P matrices side by side in `right`.
 
-    Every element is within 1e-6 of the norms of its two features. Three levels keep it there on any processor: float32
-    products of `ROWS_PER_PRODUCT` rows, added in float32 up to `ROWS_PER_SUM` rows, added in float64 from there on.
+    The error of every element is below 1e-6 times the norms of its two features. Three levels ensure this on any processor:
+    float32 products of `ROWS_PER_PRODUCT` rows, summed in float32 up to `ROWS_PER_SUM` rows, and in float64 beyond.
 
     Args:
-        total: (P, R, C) float64, overwritten.
+        total: (P, R, C) float64; it is overwritten.
         left: (N, R) float32, shifted activations, at least one row.
         right: (N, P * C) float32, shifted activations.
         scratch: memory for one product, at least P * R * C float32.
@@ -110,7 +110,7 @@ def sum_products(total: Tensor, left: Tensor, right: Tensor, *, scratch: Tensor 
         columns = right[:, first * n_columns : last * n_columns]
         for start in range(0, left.shape[0], ROWS_PER_SUM):
             _float32_products(product, left[start : start + ROWS_PER_SUM], columns[start : start + ROWS_PER_SUM])
-            for pair in range(first, last):  # one by one: all at once is five times slower, for the order of the memory
+            for pair in range(first, last):  # one by one: the memory order makes all at once five times slower
                 part = product[:, (pair - first) * n_columns : (pair - first + 1) * n_columns]
                 if start == 0:
                     total[pair].copy_(part)
@@ -119,13 +119,13 @@ def sum_products(total: Tensor, left: Tensor, right: Tensor, *, scratch: Tensor 
 
 
 def _float32_products(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """``product = left' @ right`` in float32, a few rows at a time.
+    """Compute ``product = left' @ right`` in float32, a few rows at a time.
 
-    A library may sum along all rows with one rounding per row, always the same way where values lie on a coarse grid, as
-    float32 activations far from zero and half-precision activations do. How far it does depends on the processor, so the
-    rows are cut here.
+    A library may sum along all rows with one rounding per row. Where values lie on a coarse grid, as half-precision activations
+    and float32 activations far from zero do, all of these roundings go the same way. How many rows a library sums so depends
+    on the processor, so the rows are cut here.
     """
-    narrow = min(left.shape[1], right.shape[1]) < 16  # `addmm` then adds row by row to the sum so far
+    narrow = min(left.shape[1], right.shape[1]) < 16  # `addmm` would then add to the product row by row
     torch.mm(left[:ROWS_PER_PRODUCT].T, right[:ROWS_PER_PRODUCT], out=product)
     for start in range(ROWS_PER_PRODUCT, left.shape[0], ROWS_PER_PRODUCT):
         rows, columns = left[start : start + ROWS_PER_PRODUCT], right[start : start + ROWS_PER_PRODUCT]
@@ -136,7 +136,7 @@ def _float32_products(product: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def sums(rows: Tensor) -> Tensor:
-    """``sum of rows``, (F,) float64. Rows (N, F) float32, shifted."""
+    """The sum of shifted rows (N, F) float32, as (F,) float64."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     for start in range(0, rows.shape[0], ROWS_PER_WIDENING):
         total += rows[start : start + ROWS_PER_WIDENING].sum(0, dtype=torch.float64)
@@ -144,7 +144,7 @@ def sums(rows: Tensor) -> Tensor:
 
 
 def squares(rows: Tensor) -> Tensor:
-    """``sum of rows * rows``, (F,) float64, squared in float64. Rows (N, F) float32, shifted."""
+    """The sum of the squares of shifted rows (N, F) float32, squared in float64, as (F,) float64."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     for start in range(0, rows.shape[0], ROWS_PER_WIDENING):
         total += rows[start : start + ROWS_PER_WIDENING].to(torch.float64).square_().sum(0)
@@ -158,7 +158,7 @@ def centre(products: Tensor, left_sum: Tensor, right_sum: Tensor, count: int) ->
         products: P, (F, G) float64, about the shifts.
         left_sum: m, (F,).
         right_sum: k, (G,).
-        count: N; the scatter of no token is zero.
+        count: N; without tokens the scatter is zero.
     """
     return products if count == 0 else products.addr(left_sum, right_sum, alpha=-1.0 / count)
 
@@ -176,10 +176,9 @@ def mean(shift: Tensor, total: Tensor, count: int) -> Tensor:
 def reshift(
     products: Tensor, left_sum: Tensor, right_sum: Tensor, count: int, left_delta: Tensor, right_delta: Tensor
 ) -> Tensor:
-    """Products about other shifts: with deltas a = old s - new s and b likewise, ``P + m' b + a' k + N a' b``.
+    """Products about other shifts: ``P + m' b + a' k + N a' b``, with a = old s - new s and b = old u - new u.
 
-    This is the between-shard mean term of merging: two parts whose activations sit at different means add up only about
-    one common shift.
+    This is the between-shard mean term of merging: products of two parts can be added only where both are about one shift.
 
     Args:
         products: P, (F, G) float64, about the old shifts.

@@ -1,7 +1,7 @@
-"""The commit record and the chunk files it vouches for.
+"""The commit record, and the chunk files whose digests it holds.
 
-A chunk file holds the numbers of one Zarr chunk and nothing else, so it is read and written here rather than through Zarr:
-one pass gives the bytes, their digest and the fsync, and the bytes that were checked are the bytes that are used.
+A chunk file holds the numbers of one Zarr chunk and nothing else. It is read and written here rather than through Zarr, so that
+one pass computes the digest and writes or reads the bytes, and the bytes that were checked are the bytes that are used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvfit.spec import Inputs, ModelSpec
 FORMAT_VERSION = 2
 RECORD_NAME = "commit.json"
 QUARANTINE_SHARE = 0.01
-QUARANTINE_FROM = 100  # batches, before the share means anything
-PART_FIELD = "part"  # the recipe's field that tells which portion of the text a store saw
+QUARANTINE_FROM = 100  # with fewer batches, the share means little
+PART_FIELD = "part"  # the recipe's field that says which portion of the text a store saw
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens in the sums of each split."""
+    """The number of tokens in the sums of each split."""
 
     fit: int
     holdout: int
@@ -42,7 +42,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class BadValue:
-    """Where the first value that is not finite was seen."""
+    """Where the first value was found that is not finite."""
 
     model: str
     kind: Group
@@ -51,21 +51,21 @@ class BadValue:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches that were given, and how many of them were set aside."""
+    """How many batches were added, and how many of them were set aside."""
 
     seen: int
     quarantined: int
     first: BadValue | None
 
     def and_one(self, bad: BadValue | None) -> Batches:
-        """With one more, which is set aside where it holds a bad value."""
+        """The counts after one more batch, which is set aside where it holds a bad value."""
         return Batches(self.seen + 1, self.quarantined + (bad is not None), self.first or bad)
 
     def check(self, *, at_end: bool = False) -> None:
         """Refuse a run in which too many batches hold values that are not finite.
 
         Raises:
-            StoreError: more than 1 % of the batches were set aside; names the first layer.
+            StoreError: more than 1 % of the batches were set aside; the message names the layer of the first bad value.
         """
         enough = at_end or self.seen >= QUARANTINE_FROM
         if self.first is not None and enough and self.quarantined > QUARANTINE_SHARE * self.seen:
@@ -77,7 +77,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Live:
-    """What the arrays' live generation is; None for a split without a token."""
+    """The live generation of each split, None where the split has no tokens; and whether the shift is written."""
 
     shift: bool
     fit: Generation | None
@@ -90,7 +90,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Record:
-    """One commit: all that makes a store readable, and what its capture continues from."""
+    """One commit: everything that is needed to read a store, and to continue its capture."""
 
     format_version: int
     kvfit_version: str
@@ -117,19 +117,19 @@ class Record:
     def live_arrays(self) -> dict[str, BlockArray | VectorArray]:
         """The live arrays by path."""
         layout = self.layout
-        found: dict[str, BlockArray | VectorArray] = {a.name: a for a in layout.shifts} if self.live.shift else {}
+        arrays: dict[str, BlockArray | VectorArray] = {a.name: a for a in layout.shifts} if self.live.shift else {}
         for split in SPLITS:
             generation = self.live.of(split)
             if generation is not None:
-                found.update({array_path(split, generation, a): a for a in layout.arrays})
-        return found
+                arrays.update({array_path(split, generation, a): a for a in layout.arrays})
+        return arrays
 
 
 def read_record(root: Path) -> Record:
     """The commit record of a store.
 
     Raises:
-        StoreError: no store there, a damaged record, or a newer format.
+        StoreError: there is no store, its record is damaged, or its format is newer.
     """
     path = root / RECORD_NAME
     try:
@@ -156,11 +156,11 @@ def read_record(root: Path) -> Record:
 
 
 def write_record(root: Path, record: Record) -> None:
-    """Make a commit: after this the record is what the store is, also when the power fails.
+    """Commit: from then on the store is as the record says, even after a power failure.
 
     Raises:
-        StoreError: the cursor or the recipe could not be read again.
-        OSError: the disk refused; the record before still stands.
+        StoreError: the cursor or the recipe is not strict JSON.
+        OSError: the disk failed; the earlier record is still valid.
     """
     value = to_json(record)
     try:
@@ -177,7 +177,7 @@ def write_record(root: Path, record: Record) -> None:
 
 
 def write_chunk(path: Path, numbers: Array) -> str:
-    """Write one chunk file, wait until it is on the disk, and give its digest."""
+    """Write one chunk file, wait until it is on the disk, and return its digest."""
     data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
     with path.open("wb") as file:
         file.write(data)
@@ -187,10 +187,10 @@ def write_chunk(path: Path, numbers: Array) -> str:
 
 
 def read_chunk(root: Path, array_path: str, array: BlockArray | VectorArray, number: int, digest: str) -> Array:
-    """One chunk, checked against its digest; shape is the array's chunk shape, read-only.
+    """Read one chunk and check it against its digest; the result is read-only and has the array's chunk shape.
 
     Raises:
-        StoreError: missing, of another length, or altered; names array and chunk.
+        StoreError: the chunk is missing, has another length, or was altered; the message names the array and the chunk.
     """
     chunk = array.chunks[number]
     place = f"{root}: chunk {chunk.key} of {array_path}"
@@ -208,24 +208,24 @@ def read_chunk(root: Path, array_path: str, array: BlockArray | VectorArray, num
 
 
 def first_difference(stored: Any, given: Any, field: str = "recipe") -> tuple[str, Any, Any] | None:
-    """Where two JSON values differ first: dotted path, stored value, given value. A missing value is ``<nothing>``."""
+    """The first difference of two JSON values: dotted path, stored value, given value. A missing value is ``<nothing>``."""
     if isinstance(stored, Mapping) and isinstance(given, Mapping):
         for key in [*stored, *(key for key in given if key not in stored)]:
-            found = first_difference(stored.get(key, "<nothing>"), given.get(key, "<nothing>"), f"{field}.{key}")
-            if found is not None:
-                return found
+            difference = first_difference(stored.get(key, "<nothing>"), given.get(key, "<nothing>"), f"{field}.{key}")
+            if difference is not None:
+                return difference
         return None
     if isinstance(stored, list) and isinstance(given, list) and len(stored) == len(given):
         for index, (one, other) in enumerate(zip(stored, given, strict=True)):
-            found = first_difference(one, other, f"{field}[{index}]")
-            if found is not None:
-                return found
+            difference = first_difference(one, other, f"{field}[{index}]")
+            if difference is not None:
+                return difference
         return None
     return None if stored == given and type(stored) is type(given) else (field, stored, given)
 
 
 def require_same(path: str | Path, stored: Any, given: Any, field: str) -> None:
-    """Refuse to go on with a store that was made otherwise.
+    """Refuse to continue a store that was made with another recipe or layout.
 
     Raises:
         StoreError: names the field that differs, with both values.
@@ -237,10 +237,10 @@ def require_same(path: str | Path, stored: Any, given: Any, field: str) -> None:
 
 
 def as_json(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as it is read back from a store.
+    """The recipe as a store would return it.
 
     Raises:
-        StoreError: it holds a value that strict JSON does not have, such as text that is not UTF-8.
+        StoreError: the recipe holds a value that strict JSON cannot, such as text that is not UTF-8.
     """
     try:
         value: dict[str, Any] = parse_json(dump_json(recipe, sort_keys=False))
@@ -255,7 +255,7 @@ def _record_digest(value: Any) -> str:
 
 def _parse(value: Any) -> Record:
     if isinstance(value, Mapping) and value.get("format_version") == 1 and "lexical_lags" not in value:
-        value = {**value, "format_version": FORMAT_VERSION, "lexical_lags": []}  # what version 1 could not have
+        value = {**value, "format_version": FORMAT_VERSION, "lexical_lags": []}  # version 1 had no lexical inputs
     return from_json(Record, value)
 
 

@@ -1,7 +1,8 @@
-"""ResidentBlocks: every block of a store in memory, written to disk at snapshots only.
+"""`ResidentBlocks` keeps every block of a store in memory and writes them to disk only at snapshots.
 
 The arithmetic is that of `BlockUpdater`: the same products, added in float64 to the stored numbers and rounded to the stored
-dtype once per flush. So a store has the same bits whether its blocks were in memory or on disk, and whenever it was written.
+dtype once per flush. So a store has the same bits whether its blocks were in memory or on disk, and however often it was
+written.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from kvfit.fit.stats.writer import StoreWriter
 
 
 class ResidentBlocks:
-    """The blocks of all splits, per chunk one tensor of the stored dtype, on the device that multiplies.
+    """The blocks of all splits: one tensor of the stored dtype for each chunk, on the device that multiplies.
 
     Attributes:
-        changed: splits whose blocks differ from those that were written last.
-        product_seconds: time in matrix products and additions; on a graphics card, in starting them.
+        changed: the splits whose blocks differ from those that were written last.
+        product_seconds: the time in matrix products and additions; on a graphics card, the time to start them.
     """
 
     def __init__(self, writer: StoreWriter) -> None:
@@ -38,11 +39,11 @@ class ResidentBlocks:
         """Add the products of some rows to every block of a split.
 
         Args:
-            split: whose blocks.
-            rows: as `TokenBuffer.rows` gives them, shifted.
+            split: the split.
+            rows: the shifted rows, from `TokenBuffer.rows`.
 
         Raises:
-            StoreError: a chunk of the last commit, which is read first, is missing or altered.
+            StoreError: a chunk of the last commit, which is read first, is missing or was altered.
         """
         started = time.perf_counter()
         device = rows["keys"].device
@@ -63,19 +64,19 @@ class ResidentBlocks:
                     chunk, stored = array.chunks[number], self._chunks[split][array][number]
                     inside = stored[: chunk.last - chunk.first, : chunk.bottom - chunk.top]
                     addition = total[chunk.first - first : chunk.last - first]
-                    # Into the scratch memory: fresh memory for the sum of every chunk costs more than the addition.
+                    # In place, in the scratch memory: new memory for the sum of every chunk costs more than the addition.
                     inside.copy_(addition if fresh else addition.add_(inside))
         self.changed.add(split)
         self.product_seconds += time.perf_counter() - started
 
     def write(self, sums: Mapping[Part, Mapping[str, Tensor]]) -> None:
-        """Write the splits that changed to the generations that are not live, over several threads, for the next commit.
+        """Write the changed splits, with several threads, to the generations that the next commit makes live.
 
         Args:
-            sums: of each split, the small arrays by name.
+            sums: per split, the small arrays by name.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk fails.
         """
         for split in [split for split in SPLITS if split in self.changed]:
             jobs = [(array, number) for array in self._layout.blocks for number in range(len(array.chunks))]
@@ -85,15 +86,15 @@ class ResidentBlocks:
                 return self._writer.write_chunk(split, array, number, self._chunks[split][array][number].cpu().numpy())
 
             with ThreadPoolExecutor(WRITING_THREADS, "kvfit-store") as pool:
-                found = list(pool.map(write, jobs))
+                written = list(pool.map(write, jobs))
             digests: dict[BlockArray, list[str]] = {array: [] for array in self._layout.blocks}
-            for (array, _), digest in zip(jobs, found, strict=True):
+            for (array, _), digest in zip(jobs, written, strict=True):
                 digests[array].append(digest)
             self._writer.end(split, digests, {name: total.numpy() for name, total in sums[split].items()})
         self.changed = set()
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._chunks, self._scratch = {}, None
 
     def _start(self, split: Part, array: BlockArray, device: torch.device) -> list[Tensor]:
@@ -106,7 +107,7 @@ class ResidentBlocks:
 
 
 def resident_bytes(layout: Layout) -> int:
-    """Memory that the blocks of both splits and their sums take."""
+    """The bytes that the blocks of both splits and their sums take in memory."""
     largest = max(unit_numbers(array, numbers) for array in layout.blocks for numbers in units(array))
     chunk = max(array.chunk_bytes for array in layout.blocks)
     return 2 * layout.split_bytes + 12 * largest + chunk * (3 + WRITING_THREADS)

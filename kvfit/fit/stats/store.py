@@ -1,8 +1,8 @@
-"""Store: the read side of the statistics on disk.
+"""`Store` reads the statistics on disk.
 
-`Store` gives centred scatters, means and counts of any pair of blocks, each read from disk when asked for and checked
-against the commit record. `Accumulator`, the write side, is here under the same roof for whoever captures. The format is
-docs/reference/store-format.md.
+It returns centred scatters, means and counts of any pair of blocks. Each is read from disk when it is needed and checked
+against the commit record. `Accumulator`, which writes stores, can be imported from here too. docs/reference/store-format.md
+describes the format.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvfit.spec import KINDS, Inputs, ModelSpec
 
 __all__ = ["Accumulator", "Block", "InputBlock", "Split", "Store"]
 
-# Chunks of narrow models hold many blocks; keeping a few spares reading a chunk once per block.
+# The chunks of narrow models hold many blocks; with a few of them in memory, a chunk need not be read once per block.
 CACHE_BYTES = 64_000_000
 
 
@@ -42,13 +42,13 @@ class Store:
     """A finished store, open for reading.
 
     Attributes:
-        path: its folder.
-        source, target: the models.
+        path: the store's folder.
+        source, target: the two models.
         inputs: ``same`` or ``both``.
-        lexical_lags: of the lexical inputs; empty where it holds none.
+        lexical_lags: the lags of the lexical inputs; empty where there are none.
         recipe: what the statistics were made from.
-        finished: True for every store that `open` gives.
-        bytes_read: bytes of chunks read from disk so far.
+        finished: True for every store that `open` returns.
+        bytes_read: the bytes of chunks that have been read from disk.
     """
 
     def __init__(self, path: Path, record: Record) -> None:
@@ -70,7 +70,7 @@ class Store:
         """Open a finished store.
 
         Raises:
-            StoreError: there is none, it is not finished, its record is damaged, or its format is newer.
+            StoreError: there is no store, it is not finished, its record is damaged, or its format is newer.
         """
         root = Path(path)
         record = read_record(root)
@@ -83,20 +83,21 @@ class Store:
         return cls(root, record)
 
     def count(self, split: Split) -> int:
-        """N, the tokens in a split's sums."""
+        """N, the number of tokens in a split's sums."""
         return sum(getattr(self.record.tokens, part) for part in _parts(split))
 
     def quarantined(self) -> dict[str, Any]:
-        """``seen`` and ``quarantined`` batches, and under ``first`` where the first bad value was (None for none)."""
+        """The numbers of ``seen`` and ``quarantined`` batches, and where the ``first`` bad value was, or None."""
         batches = self.record.batches
         first = None if batches.first is None else vars(batches.first)
         return {"seen": batches.seen, "quarantined": batches.quarantined, "first": first}
 
     def source_scatter(self, split: Split, a: InputBlock, b: InputBlock) -> Tensor:
-        """Scatter of two input blocks about the split's own means, (F_a, F_b) float64; rows are features of `a`.
+        """The scatter of two input blocks about the split's own means, (F_a, F_b) float64; rows are features of `a`.
 
-        An input block is ``("keys", layer)`` or ``("values", layer)`` of the source, F1 features, or ``("lexical", n)``, the
-        n-th of `lexical_lags`: the target's layer-0 keys and values of the token that many places earlier, 2 * G1 features.
+        An input block is ``("keys", layer)`` or ``("values", layer)`` of the source, with F1 features, or ``("lexical", n)``
+        for the n-th of `lexical_lags`: the target's layer-0 keys and values of the token that many places earlier, with 2 * G1
+        features.
 
         Raises:
             StoreError: a block that the store does not hold, or a damaged chunk.
@@ -110,7 +111,7 @@ class Store:
         return (scatter + scatter.T) / 2 if a == b else scatter  # a float32 product is symmetric up to rounding
 
     def cross_scatter(self, split: Split, a: InputBlock, b: Block) -> Tensor:
-        """Scatter of input block `a` and target block `b` about the split's own means, (F_a, G1) float64.
+        """The scatter of input block `a` and target block `b` about the split's own means, (F_a, G1) float64.
 
         Raises:
             StoreError: a block that the store does not hold, or a damaged chunk.
@@ -121,23 +122,23 @@ class Store:
         return moments.centre(products, self._sum(split, "source", a), self._sum(split, "target", b), self.count(split))
 
     def source_mean(self, split: Split, a: InputBlock) -> Tensor:
-        """Mean of an input block, (F_a,) float64."""
+        """The mean of an input block, (F_a,) float64."""
         self._check(a, "source")
         return moments.mean(self._shift("source", a), self._sum(split, "source", a), self.count(split))
 
     def target_mean(self, split: Split, b: Block) -> Tensor:
-        """Mean of a target block, (G1,) float64."""
+        """The mean of a target block, (G1,) float64."""
         self._check(b, "target")
         return moments.mean(self._shift("target", b), self._sum(split, "target", b), self.count(split))
 
     def target_scatter(self, split: Split, b: Block) -> Tensor:
-        """Sum of squares of each output of a target block about its mean, (G1,) float64."""
+        """The sum of squares of each output of a target block about its mean, (G1,) float64."""
         self._check(b, "target")
         squares = self.sums(split, "target_square")[vector_of("target", b[0])[1], b[1]]
         return moments.centre_squares(squares, self._sum(split, "target", b), self.count(split))
 
     def sums(self, split: Split, name: str) -> Tensor:
-        """A small array about the shift by name, such as ``source_sum``: (kinds, layers or lags, features) float64."""
+        """A small array of sums about the shift, such as ``source_sum``, (kinds, layers or lags, features) float64."""
         array = next(array for array in self._layout.sums if array.name == name)
         total = torch.zeros(array.shape, dtype=torch.float64)
         for part in _parts(split):
@@ -147,14 +148,14 @@ class Store:
         return total
 
     def shift(self, array: VectorArray) -> Tensor:
-        """The shift, (2, layers, features) float32; zero in a store that never saw a token."""
+        """The shift, (2, layers, features) float32; zero in a store without tokens."""
         return self._vector(array.name, array) if self.record.live.shift else torch.zeros(array.shape)
 
     def chunk(self, part: Part, array: BlockArray, number: int) -> Array:
-        """One chunk of a split that has tokens, as stored (about the shifts) and checked.
+        """Read and check one chunk of a split that has tokens; its numbers are about the shifts.
 
         Raises:
-            StoreError: missing or altered; names array and chunk.
+            StoreError: the chunk is missing or was altered; the message names the array and the chunk.
         """
         generation = self.record.live.of(part)
         if generation is None:
@@ -162,10 +163,10 @@ class Store:
         return self._read(array_path(part, generation, array), array, number)
 
     def verify(self) -> None:
-        """Read every chunk.
+        """Read and check every chunk.
 
         Raises:
-            StoreError: names the first array and chunk that is missing or altered.
+            StoreError: a chunk is missing or was altered; the message names the array and the chunk.
         """
         for path, array in self.record.live_arrays().items():
             for number in range(len(array.chunks)):

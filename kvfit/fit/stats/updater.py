@@ -1,4 +1,4 @@
-"""BlockUpdater: every block of a split brought up to date from rows of activations, products and disk side by side."""
+"""`BlockUpdater` adds rows of activations to every block of a split on disk, while products and disk work overlap."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from kvfit.fit.stats import moments
 from kvfit.fit.stats.layout import BlockArray, Group, Layout, Part
 from kvfit.fit.stats.writer import StoreWriter
 
-UNIT_NUMBERS = 8 * 2**20  # numbers of the float64 blocks that are summed at a time: 64 MiB
+UNIT_NUMBERS = 8 * 2**20  # this many float64 numbers of blocks, 64 MiB, are summed at a time
 SLOTS = 3  # one is being summed, one is being written, one waits
-WRITING_THREADS = min(4, os.cpu_count() or 1)  # hashing is what takes the time, and it runs outside Python's lock
+WRITING_THREADS = min(4, os.cpu_count() or 1)  # most of the time is spent in hashing, which runs outside Python's lock
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Room for the sums of one unit, kept and used again: fresh memory of this size costs a tenth of the products.
+    """Memory for the sums of one unit, which is reused: new memory of this size costs a tenth of the products.
 
     Attributes:
-        total: where they are summed, float64, on the device of the rows.
-        host: the same on the host; the same memory where the rows are there.
-        copied: on a graphics card, done when `total` has arrived in `host`.
+        total: the sums, float64, on the device of the rows.
+        host: the sums on the host; the same memory where the rows are on the host.
+        copied: on a graphics card, marks when `total` has been copied to `host`.
     """
 
     total: Tensor
@@ -40,12 +40,12 @@ class _Slot:
 class BlockUpdater:
     """Multiplies on the calling thread and reads, hashes and writes chunks on others.
 
-    Nothing but finished blocks crosses from a graphics card to the host, while the next are being summed. Every chunk is
-    written by one thread once, so the bits do not depend on who is faster, nor on how many threads there are.
+    From a graphics card only finished blocks are copied to the host, while the next ones are being summed. One thread writes
+    each chunk once, so the bits depend neither on the number of threads nor on their speed.
 
     Attributes:
-        product_seconds: time in matrix products; on a graphics card, in starting them.
-        wait_seconds: time in which they had to wait for the disk.
+        product_seconds: the time in matrix products; on a graphics card, the time to start them.
+        wait_seconds: the time in which the products waited for the disk.
     """
 
     def __init__(self, writer: StoreWriter) -> None:
@@ -54,22 +54,22 @@ class BlockUpdater:
         self._writer = writer
         self._units = [(array, numbers) for array in writer.layout.blocks for numbers in units(array)]
         self._free_slots: list[_Slot] = []
-        self._writing: deque[tuple[_Slot, list[Future[None]]]] = deque()  # slots whose chunks are on their way, oldest first
+        self._writing: deque[tuple[_Slot, list[Future[None]]]] = deque()  # slots whose chunks are being written, oldest first
         self._product: Tensor | None = None
 
     def update(self, split: Part, rows: Mapping[Group, Tensor]) -> dict[BlockArray, list[str]]:
         """Add the products of some rows to every block of a split.
 
         Args:
-            split: whose blocks.
-            rows: as `TokenBuffer.rows` gives them, shifted.
+            split: the split.
+            rows: the shifted rows, from `TokenBuffer.rows`.
 
         Returns:
             The digests of the chunks that were written, per array, for `StoreWriter.end`.
 
         Raises:
-            StoreError: a stored chunk is missing or altered.
-            OSError: the disk refuses.
+            StoreError: a stored chunk is missing or was altered.
+            OSError: the disk fails.
         """
         self._allocate(rows["keys"].device)
         digests = {array: [""] * len(array.chunks) for array in self._writer.layout.blocks}
@@ -87,7 +87,7 @@ class BlockUpdater:
         return digests
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._free_slots, self._product = [], None
         self._writing.clear()
 
@@ -105,7 +105,7 @@ class BlockUpdater:
                 self._free_slots.append(_Slot(total, host, CopyDone(device) if cuda else None))
 
     def _written_slot(self) -> _Slot:
-        """The slot that waits longest, once its chunks are written; an error of the disk ends the update here."""
+        """Wait for the chunks of the oldest slot and return it; an error in writing them is raised here."""
         started = time.perf_counter()
         slot, jobs = self._writing.popleft()
         for job in jobs:
@@ -114,7 +114,7 @@ class BlockUpdater:
         return slot
 
     def _sum(self, slot: _Slot, array: BlockArray, numbers: range, rows: Mapping[Group, Tensor]) -> Tensor:
-        """Sums of products of the pairs of some consecutive chunks, (pairs, rows, columns) float64 on the host."""
+        """The sums of products for the pairs of some consecutive chunks, (pairs, rows, columns) float64 on the host."""
         started = time.perf_counter()
         assert self._product is not None
         total = sum_unit(slot.total, self._product, self._writer.layout, array, numbers, rows)
@@ -186,14 +186,14 @@ def sum_unit(
 
 
 def working_bytes(layout: Layout) -> int:
-    """Memory that updating the blocks of a store takes, whatever the number of tokens, and writing them."""
+    """The bytes that it takes to update the blocks of a store and to write them, whatever the number of tokens."""
     largest = max(unit_numbers(array, numbers) for array in layout.blocks for numbers in units(array))
-    # Sums in float64, one product in float32; on every thread a chunk as it is read and as it will be written.
+    # Sums in float64 and one product in float32; in every thread a chunk as it was read and as it will be written.
     return largest * (8 * SLOTS + 4) + 2 * WRITING_THREADS * max(array.chunk_bytes for array in layout.blocks)
 
 
 def units(array: BlockArray) -> Iterator[range]:
-    """Runs of consecutive chunks that are summed at a time, each within `UNIT_NUMBERS` or a single chunk."""
+    """Runs of consecutive chunks that are summed at a time: at most `UNIT_NUMBERS` numbers, or a single chunk."""
     deep, high, columns = array.chunk_shape
     at_once = max(1, UNIT_NUMBERS // (deep * high * columns)) if high >= array.rows else 1
     for start in range(0, len(array.chunks), at_once):
@@ -206,6 +206,6 @@ def _extent(array: BlockArray, numbers: range) -> tuple[int, int, int, int]:
 
 
 def unit_numbers(array: BlockArray, numbers: range) -> int:
-    """How many numbers the blocks of some consecutive chunks hold."""
+    """The number of numbers in the blocks of some consecutive chunks."""
     first, last, top, bottom = _extent(array, numbers)
     return (last - first) * (bottom - top) * array.columns

@@ -1,6 +1,6 @@
-"""StoreWriter: locks a store, writes chunks to the generation that is not live, and commits.
+"""`StoreWriter` locks a store, writes chunks to the generation that is not live, and commits.
 
-It knows chunks and transactions and nothing of activations; `accumulate` and `merge` are its two users.
+It knows chunks and commits, but nothing of activations. `accumulate` and `merge` use it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ LOCK_NAME = "lock"
 
 
 class StoreWriter:
-    """An open, locked store whose statistics change by whole commits.
+    """A store that is open for writing and locked, and changes only by whole commits.
 
     Attributes:
         root: the store's folder.
         record: the last commit.
-        disk_seconds: time spent in reading, hashing and writing chunks.
-        disk_processor_seconds: of that, what a processor was busy with it and not the disk.
-        disk_bytes: bytes of chunks written.
+        disk_seconds: the time in reading, hashing and writing chunks.
+        disk_processor_seconds: the part of that time in which a processor worked and did not wait for the disk.
+        disk_bytes: the bytes of chunks that were written.
     """
 
     def __init__(self, root: Path, record: Record, lock: FileLock) -> None:
@@ -58,17 +58,17 @@ class StoreWriter:
         self.disk_bytes = 0
         self._counting = threading.Lock()  # chunks are written by several threads
         self._lock: FileLock | None = lock
-        # Where each split's current numbers are: the live generation, or the other one once it was rewritten.
+        # The generation with each split's current numbers: the live one, or the other one once it has been rewritten.
         self._current: dict[Part, Generation | None] = {split: record.live.of(split) for split in SPLITS}
-        self._unsynced: set[str] = set()  # folders of arrays with a file whose name may not be on the disk yet
+        self._unsynced: set[str] = set()  # folders of arrays with a new file whose name may not be on the disk yet
         self._digests: dict[str, list[str]] = {path: list(digests) for path, digests in record.digests.items()}
 
     @classmethod
     def create(cls, path: Path, layout: Layout, recipe: dict[str, Any]) -> StoreWriter:
-        """A new, empty, committed store at `path`, built beside it and renamed.
+        """Make a new, empty, committed store: it is built beside `path` and then renamed.
 
         Raises:
-            StoreError: something is there already, another process is making it, or the disk refuses.
+            StoreError: `path` exists, another process is making it, or the disk fails.
         """
         with building(path) as (root, lock):
             writer = cls.start_at(root, layout, recipe, lock)
@@ -79,7 +79,7 @@ class StoreWriter:
 
     @classmethod
     def start_at(cls, root: Path, layout: Layout, recipe: dict[str, Any], lock: FileLock) -> StoreWriter:
-        """An empty, committed store in a folder that `building` gave and `publish` will rename."""
+        """Make an empty, committed store in a folder that `building` made and `publish` will rename."""
         create_arrays(root, layout)
         record = empty_record(layout, recipe)
         write_record(root, record)
@@ -87,12 +87,12 @@ class StoreWriter:
 
     @classmethod
     def open(cls, path: Path) -> StoreWriter:
-        """Lock an existing store and delete what no commit names.
+        """Lock an existing store and delete the files that its commit does not name.
 
         Raises:
-            StoreError: no store, a damaged record, or another process writes it.
+            StoreError: there is no store, its record is damaged, or another process writes it.
         """
-        read_record(path)  # says by name what is wrong before a lock file appears in a folder that is not a store
+        read_record(path)  # fails before a lock file appears in a folder that is not a store
         lock = take_lock(path, path)
         try:
             writer = cls(path, read_record(path), lock)
@@ -105,14 +105,14 @@ class StoreWriter:
         return writer
 
     def pending(self, split: Part) -> Generation:
-        """The generation that a split's new numbers go to."""
+        """The generation to which a split's new numbers are written."""
         return "b" if self.record.live.of(split) == "a" else "a"
 
     def add_to_chunk(self, split: Part, array: BlockArray, number: int, addition: Array) -> str:
-        """Write ``current + addition`` of one chunk to the pending generation and give its digest; several threads may.
+        """Write ``current + addition`` of one chunk to the pending generation and return its digest; thread-safe.
 
         Args:
-            addition: (pairs of the chunk, its rows, columns) float64.
+            addition: (pairs of the chunk, rows of the chunk, columns) float64.
         """
         started, busy = time.perf_counter(), time.thread_time()
         chunk, current = array.chunks[number], self._current[split]
@@ -129,7 +129,7 @@ class StoreWriter:
         return digest
 
     def write_chunk(self, split: Part, array: BlockArray, number: int, numbers: Array) -> str:
-        """Write one whole chunk to the pending generation and give its digest; several threads may."""
+        """Write one whole chunk to the pending generation and return its digest; thread-safe."""
         started, busy = time.perf_counter(), time.thread_time()
         data = np.ascontiguousarray(numbers, np.dtype(array.dtype).newbyteorder("<"))
         digest = self._write(array_path(split, self.pending(split), array), array.chunks[number].key, data)
@@ -137,7 +137,7 @@ class StoreWriter:
         return digest
 
     def read_block(self, split: Part, array: BlockArray, number: int) -> Array:
-        """One chunk of the last commit, checked."""
+        """Read and check one chunk of the last commit."""
         generation = self.record.live.of(split)
         if generation is None:
             raise StoreError(f"{self.root} has no tokens in its {split} split")
@@ -151,31 +151,31 @@ class StoreWriter:
             self.disk_processor_seconds += busy
 
     def end(self, split: Part, digests: dict[BlockArray, list[str]], sums: dict[str, Array]) -> None:
-        """Take a rewritten split as current: its blocks' digests, and its small arrays by name."""
+        """End the rewriting of a split: note its blocks' digests, write its small arrays, and make it current."""
         generation = self.pending(split)
-        for array, found in digests.items():
-            self._digests[array_path(split, generation, array)] = found
+        for array, of_chunks in digests.items():
+            self._digests[array_path(split, generation, array)] = of_chunks
         for small in self.layout.sums:
             path = array_path(split, generation, small)
             self._digests[path] = [self.write_vector(path, small, sums[small.name])]
         self._current[split] = generation
 
     def write_vector(self, path: str, array: VectorArray, numbers: Array) -> str:
-        """Write one small array and give its digest."""
+        """Write one small array and return its digest."""
         data = np.ascontiguousarray(numbers, np.dtype(array.dtype).newbyteorder("<"))
         return self._write(path, array.chunks[0].key, data)
 
     def write_shifts(self, shifts: dict[str, Array]) -> None:
-        """Write the shifts by name. Only before the commit that names them first."""
+        """Write the shifts by name; allowed only before the first commit that names them."""
         for array in self.layout.shifts:
             self._digests[array.name] = [self.write_vector(array.name, array, shifts[array.name])]
 
     def read_vector(self, path: str, array: VectorArray) -> Array:
-        """A small array as it is now, writable."""
+        """The current numbers of a small array, as a writable copy."""
         return read_chunk(self.root, path, array, 0, self._digests[path][0]).copy()
 
     def commit(self, *, cursor: Any, tokens: Tokens, batches: Batches, buffer_tokens: int | None, finished: bool) -> None:
-        """Make everything written since the last commit live, at once, for good."""
+        """Make everything that was written since the last commit live, atomically."""
         live = Live(self.layout.shifts[0].name in self._digests, self._current["fit"], self._current["holdout"])
         record = dataclasses.replace(
             self.record, kvfit_version=__version__, commit=self.record.commit + 1, finished=finished, cursor=cursor,
@@ -193,7 +193,7 @@ class StoreWriter:
             self.drop_dead()
 
     def drop_dead(self) -> None:
-        """Delete chunk files that the last commit does not name."""
+        """Delete the chunk files that the last commit does not name."""
         live = self.record.live_arrays()
         for path, _ in self.layout.paths():
             if path not in live:
@@ -207,14 +207,14 @@ class StoreWriter:
         return write_chunk(file, numbers)
 
     def close(self) -> None:
-        """Let go of the lock. What was not committed is gone."""
+        """Release the lock; what was not committed is lost."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
 
 def empty_record(layout: Layout, recipe: dict[str, Any]) -> Record:
-    """Commit 0: no token yet."""
+    """The record of commit 0, without tokens."""
     return Record(
         format_version=FORMAT_VERSION, kvfit_version=__version__, commit=0, finished=False, cursor=None, source=layout.source,
         target=layout.target, inputs=layout.inputs, stats_dtype=layout.stats_dtype, lexical_lags=layout.lexical_lags,
@@ -225,7 +225,7 @@ def empty_record(layout: Layout, recipe: dict[str, Any]) -> Record:
 
 @contextlib.contextmanager
 def building(path: Path) -> Iterator[tuple[Path, FileLock]]:
-    """A locked, empty folder beside `path` to build a store in; on an error the folder is deleted and the lock let go.
+    """Make a locked, empty folder beside `path` to build a store in. On an error, delete it and release the lock.
 
     Raises:
         StoreError: `path` exists, or another process is building it.
@@ -240,7 +240,7 @@ def building(path: Path) -> Iterator[tuple[Path, FileLock]]:
         raise StoreError(f"{path} cannot be created: {error}") from error
     lock = take_lock(root, path)
     try:
-        for name in root.iterdir():  # left by a process that was killed here
+        for name in root.iterdir():  # a process that was killed may have left files
             if name.name != LOCK_NAME:
                 shutil.rmtree(name) if name.is_dir() else name.unlink()
         yield root, lock
@@ -256,7 +256,7 @@ def publish(root: Path, path: Path) -> None:
     """Rename a built store to its place.
 
     Raises:
-        StoreError: something appeared there meanwhile.
+        StoreError: `path` exists by now.
     """
     if path.exists():
         raise StoreError(f"{path} appeared while it was being made; choose another --out")
@@ -265,16 +265,16 @@ def publish(root: Path, path: Path) -> None:
 
 
 def take_lock(root: Path, path: Path) -> FileLock:
-    """The exclusive lock of a store; releasing it, or dying, lets go.
+    """Take the exclusive lock of a store; it ends with its release or with the process.
 
     Args:
-        root: the folder to lock, which may be where the store is being built.
-        path: the store, as its user knows it.
+        root: the folder to lock; while a store is being built, not yet its final place.
+        path: the store's final place, for the error.
 
     Raises:
-        StoreError: another process has it, or it cannot be locked.
+        StoreError: another process has the lock, or the folder cannot be locked.
     """
-    # One lock for all threads of the process, so that whichever closes the store lets go.
+    # One lock for all threads of the process, so that any of them can release it.
     lock = FileLock(root / LOCK_NAME, mode=0o644, thread_local=False)
     try:
         lock.acquire(blocking=False)
@@ -286,7 +286,7 @@ def take_lock(root: Path, path: Path) -> FileLock:
 
 
 def sync_tree(root: Path) -> None:
-    """Put a whole folder on the disk."""
+    """Make sure that a whole folder is on the disk."""
     for folder, _, files in os.walk(root):
         for name in files:
             with open(os.path.join(folder, name), "rb") as file:
