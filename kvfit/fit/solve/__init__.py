@@ -1,1 +1,4 @@
-"""Statistics in, a bundle out. No model runs here: store -> system -> map -> bundle, with no way back."""
+"""Solve for maps: read the statistics of a store and write a bundle, without running a model.
+
+Data flows in one direction: store -> system -> map -> bundle.
+"""

@@ -1,14 +1,14 @@
-"""Reduced-rank ridge: one basis that all target layers read, found from second moments alone. Pure functions.
+"""Reduced-rank ridge regression: find one basis that all target layers read, from second moments alone. Pure functions.
 
-All maps read the same F inputs, so the inputs can be projected once per token onto r directions and every map start from there:
-F r + r G multiplications a token instead of F G, where G counts the outputs of all maps. With the penalised covariance
-``A / N + ridge = L L'`` and the cross scatter of all outputs in units of their own spread,
+All maps read the same F inputs, so the inputs can be projected once per token onto r directions, from which every map starts.
+That takes F r + r G multiplications per token instead of F G, where G counts the outputs of all maps. With the penalised
+covariance ``A / N + ridge = L L'`` and the cross scatter of all outputs in units of their own spread,
 
     Z = L^-1 (B / N) diag(1 / spread),    U = the r leading left singular vectors of Z,
 
-the basis is ``L^-T U`` (F, r) and the coefficients are ``U' L^-1 (B / N)`` (r, G): of all maps of rank r, these have the least
-penalised squared error, each output counted in units of its variance. U comes from the eigenvectors of ``Z Z'`` (F, F), which
-is summed over batches of outputs, so Z is never whole in memory. Everything is float64.
+the basis is ``L^-T U`` (F, r) and the coefficients are ``U' L^-1 (B / N)`` (r, G). Among all maps of rank r, these have the
+least penalised squared error, with each output in units of its variance. U comes from the eigenvectors of ``Z Z'`` (F, F),
+which is summed over batches of outputs, so that Z is never whole in memory. Everything is float64.
 
 Source: Izenman (1975), reduced-rank regression; the ridge form follows Mukherjee and Zhu (2011).
 """
@@ -24,12 +24,12 @@ from kvfit.fit.solve.ridge import DEAD, Factor, normal_right
 from kvfit.fit.solve.score import Score
 from kvfit.fit.solve.system import System
 
-# Of the power iteration: directions beyond those wanted, and passes over the cross scatter.
+# The power iteration computes so many directions beyond those wanted, in so many passes over the cross scatter.
 OVERSAMPLED, POWER_STEPS = 64, 5
 
 
 def whitened(factor: Factor, system: System) -> Tensor:
-    """Z of some outputs, (F, G); outputs that never vary count nothing."""
+    """Z for some outputs, (F, G); 0 for outputs that never vary."""
     variance = system.target_square / system.count
     spread = torch.where(variance > DEAD * variance.max(), variance, float("inf")).sqrt()
     right = normal_right(factor, system.cross / spread)
@@ -38,7 +38,7 @@ def whitened(factor: Factor, system: System) -> Tensor:
 
 
 def directions(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """U of full rank (F, F), leading direction first, and the variance of the outputs that each carries, (F,).
+    """U of full rank (F, F), leading direction first, and the outputs' variance that each direction carries, (F,).
 
     Args:
         gram: ``Z Z'`` (F, F), summed over all outputs.
@@ -50,15 +50,15 @@ def directions(gram: Tensor) -> tuple[Tensor, Tensor]:
 def leading_directions(
     read: Callable[[], Iterator[Tensor]], n_inputs: int, rank: int, device: torch.device
 ) -> tuple[Tensor, Tensor, float]:
-    """The first columns of U (F, r), the variance that each carries (r,), and that of all F, without an F x F matrix.
+    """The first columns of U (F, r), the variance that each carries (r,), and the variance of all F, without an F x F matrix.
 
-    Block power iteration on ``Z Z'`` from fixed random numbers: each step reads all of Z once.
+    This is a block power iteration on ``Z Z'`` from fixed random numbers. Each step reads all of Z once.
 
     Args:
-        read: gives Z in batches of columns, (F, any).
+        read: returns Z in batches of columns, (F, any).
         n_inputs: F.
         rank: r.
-        device: where.
+        device: where to compute.
 
     Source: Halko, Martinsson and Tropp, arXiv:0909.4061, algorithm 4.4.
     """
@@ -78,22 +78,22 @@ def leading_directions(
 
 
 def _signed(vectors: Tensor) -> Tensor:
-    """Columns with their largest entry positive: the routine's choice of sign would make equal statistics give other bytes."""
+    """The columns, each with its largest entry made positive, so that the library's choice of sign changes nothing."""
     return vectors * vectors.gather(0, vectors.abs().argmax(0, keepdim=True)).sign()
 
 
 def basis_of(factor: Factor, leading: Tensor) -> Tensor:
-    """The basis ``L^-T U`` (F, r) of some directions U (F, r); inputs that never vary get 0."""
+    """The basis ``L^-T U`` (F, r) from some directions U (F, r); 0 for inputs that never vary."""
     basis: Tensor = torch.linalg.solve_triangular(factor.lower.T, leading, upper=True)
     basis[~factor.live] = 0.0
     return basis
 
 
 def projected(system: System, basis: Tensor, scatter: Tensor | None = None) -> System:
-    """The system of the same outputs on the r projected inputs.
+    """The system of the same outputs with the r projected inputs.
 
     Args:
-        system: of one split.
+        system: the system of one split.
         basis: (F, r).
         scatter: the projected scatter (r, r), where it is known from other outputs of the same split.
     """
@@ -108,10 +108,10 @@ def projected(system: System, basis: Tensor, scatter: Tensor | None = None) -> S
 
 
 def coefficients(factor: Factor, basis: Tensor, fit: System) -> Tensor:
-    """Weights (r, G) of the projected fit system, under the penalty that the inputs themselves have.
+    """Weights (r, G) for the projected fit system, under the same penalty as the inputs themselves.
 
-    For a basis of `basis_of` they are ``U' L^-1 (B / N)``. For one that has been rounded to fewer bits since, they make up
-    for the rounding as far as weights can.
+    For a basis from `basis_of` they are ``U' L^-1 (B / N)``. For a basis that was rounded to fewer bits afterwards, they make
+    up for the rounding as far as weights can.
     """
     penalty = basis.T @ (factor.ridge[:, None] * basis)
     lower = torch.linalg.cholesky(fit.scatter / fit.count + penalty)
@@ -119,11 +119,11 @@ def coefficients(factor: Factor, basis: Tensor, fit: System) -> Tensor:
 
 
 def prefix_scores(system: System, weight: Tensor, fit_means: tuple[Tensor, Tensor] | None = None) -> Score:
-    """The score of the first 1, 2, ..., r rows of a weight (r, G), each field (r, G) or (G,).
+    """The score of the first 1, 2, ..., r rows of a weight (r, G); its fields are (r, G) or (G,).
 
     Args:
-        system: projected, of one split.
-        weight: coefficients, which do not change when later directions are left out.
+        system: the projected system of one split.
+        weight: the coefficients, which do not change when later directions are left out.
         fit_means: as for `score.score`.
     """
     below = torch.tril(system.scatter, -1) @ weight

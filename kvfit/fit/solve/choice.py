@@ -1,4 +1,4 @@
-"""Which closed-form map is solved for: maps of their own per layer, or a shared basis of some rank, under a cost."""
+"""Choose the form of the map: a separate map per layer or a shared basis, and its size, within the allowed cost."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvfit.fit.solve.system import InputSet
 from kvfit.spec import Kind
 
 LOGGER = logging.getLogger("kvfit")
-# A basis that keeps less than this share of what a full one explains is not worth shipping. A basis that was set to keep 90 %
-# lost more than half of what the full one recovered.
+# A basis must keep this share of the variance that a full one explains. A basis that kept only 90 % lost more than half of what
+# the full one recovered.
 KEPT_ENOUGH = 0.95
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is solved for: `sets` with a map of its own per target block, or `basis`.
+    """The chosen form: either `sets`, for a separate map per target block, or `basis`.
 
     Attributes:
-        sets: what each target block reads; None under a basis.
-        basis: the shared basis, as the stored dtype holds it; None without.
-        report: how it was chosen, for solve.json.
+        sets: what each target block reads; None where there is a shared basis.
+        basis: the shared basis, rounded to the stored dtype; None where the maps are separate.
+        report: how the form was chosen, for solve.json.
     """
 
     sets: Sets | None
@@ -39,11 +39,11 @@ class Choice:
 
     @property
     def rank(self) -> int | None:
-        """r, None without a basis."""
+        """r; None where there is no shared basis."""
         return None if self.basis is None else self.basis.weight.shape[1]
 
     def fit(self, fitter: Fitter) -> Iterator[Fitted]:
-        """Every map."""
+        """Solve every map."""
         if self.basis is not None:
             return fit_reduced(fitter, self.basis)
         assert self.sets is not None
@@ -51,10 +51,10 @@ class Choice:
 
 
 def choose(fitter: Fitter, probes: dict[Kind, Probe], prefill: Prefill) -> Choice:
-    """The best map by the holdout split among those that the options allow and the cost affords.
+    """Choose the best map on the holdout split among those that the options and the cost allow.
 
-    Where no useful map is within the cost, which happens for pairs of small models, the best one is taken with a
-    warning: the real cost of a map is time, and `evaluate` measures that.
+    Where no useful map is within the cost, as happens with pairs of small models, the best one is taken with a warning: the
+    cost that matters is time, and `evaluate` measures that.
     """
     budget = _Budget(fitter, prefill)
     if fitter.options.rank == "none":
@@ -63,7 +63,7 @@ def choose(fitter: Fitter, probes: dict[Kind, Probe], prefill: Prefill) -> Choic
 
 
 class _Budget:
-    """What maps of one fitter may cost."""
+    """The cost that a map may have."""
 
     def __init__(self, fitter: Fitter, prefill: Prefill) -> None:
         self.limit = fitter.options.cost
@@ -77,7 +77,7 @@ class _Budget:
         return self.limit is None or self.cost(parameters).share <= self.limit
 
     def most(self) -> int | None:
-        """Weights that it affords, None for any number."""
+        """The most weights that the cost allows; None where there is no limit."""
         return None if self.limit is None else affordable_parameters(self._dtype, self._prefill, self.limit, self._extra)
 
     def warn(self, cost: Cost, why: str) -> None:
@@ -88,7 +88,7 @@ class _Budget:
 
 
 def _separate(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
-    """Maps of their own per target block; from fewer source layers where all of them cost too much."""
+    """Choose a separate map per target block, with fewer source layers where all of them would cost too much."""
     options, width = fitter.options, fitter.reader.store.target.width
     report: dict[str, Any] = {"kind": "separate"}
     if options.top_k == "all" and budget.limit is not None:
@@ -104,7 +104,7 @@ def _separate(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Cho
 
 
 def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
-    """A shared basis; separate maps instead where the rank is free and they cost no more."""
+    """Choose a shared basis, or separate maps where the rank is free and separate maps cost no more."""
     options, store = fitter.options, fitter.reader.store
     inputs = shared_inputs(fitter, probes)
     outputs = len(fitter.targets) * store.target.width
@@ -114,17 +114,17 @@ def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choic
     found = find_directions(fitter.reader, inputs, fitter.targets, penalty, options.penalty_scale, rank=limit)
     most = min(most, found.vectors.shape[1])
     dtype: torch.dtype = getattr(torch, options.dtype)
-    too_dear = False
+    too_costly = False
     if isinstance(options.rank, int):
         rank = min(options.rank, most)
         curve = rank_curve(fitter, found.basis(rank))
     else:
         if limit is not None and (limit < 1 or found.kept(limit) < KEPT_ENOUGH):
-            limit, too_dear = None, True
+            limit, too_costly = None, True
         curve = rank_curve(fitter, found.basis(most if limit is None else min(limit, most)))
         rank = curve.best()
         separate, shared = inputs.n_inputs * outputs, rank * (inputs.n_inputs + outputs)
-        if too_dear:
+        if too_costly:
             budget.warn(budget.cost(min(separate, shared)), "no useful map of this pair costs less")
         if separate <= shared:
             return Choice(dict.fromkeys(fitter.targets, inputs), None, _report(curve, None, found.kept(rank)))

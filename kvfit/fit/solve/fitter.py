@@ -1,6 +1,6 @@
-"""`Fitter`: the maps that a store allows under one set of options, and how good each would be.
+"""`Fitter` solves the maps of a store under one set of options, and measures how good each would be.
 
-Choices are made on the holdout split, by the error of the map *as it will be used*, gain included.
+It chooses on the holdout split, by the error of the map *as it will be used*, gain included.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvfit.fit.solve.system import InputSet, Layers, input_set
 from kvfit.fit.stats.layout import Block, Part
 from kvfit.spec import KINDS, Kind
 
-# Errors this close to the best are the same to the data. Then the smaller penalty keeps more of the variance, and the smaller
-# set of layers makes a smaller bundle.
+# The data cannot tell errors this close to the best apart. Of such maps, the one with the smaller penalty keeps more of the
+# variance, and the one with fewer layers makes a smaller bundle.
 INDIFFERENCE = 1e-3
 # Greedy selection compares sets at one penalty.
 GREEDY_PENALTY = 1e-2
@@ -38,7 +38,7 @@ Sets = dict[Block, InputSet]
 
 
 class Quality(NamedTuple):
-    """R2 of one layer map: on the fit and holdout split before the gain, and on the holdout split as used."""
+    """R2 of one layer map: on the fit and the holdout split before the gain, and on the holdout split with it (as used)."""
 
     fit: float
     holdout: float
@@ -50,16 +50,16 @@ class Fitted:
     """One layer map with the gain folded in.
 
     Attributes:
-        kind: what it predicts.
+        kind: ``keys`` or ``values``.
         layer_index: the target layer.
-        source_layers: what it reads.
-        penalty: of its fit.
-        weight: (F, G), (r, G) under a shared basis, or (H_target, F, D_target) with support ``head``, in the stored dtype.
+        source_layers: the source layers that it reads.
+        penalty: the ridge penalty.
+        weight: (F, G), (r, G) with a shared basis, or (H_target, F, D_target) with support ``head``, in the stored dtype.
         bias: (G,) float32.
         quality: its R2.
-        stored: its holdout R2 as used, with the weight as the stored dtype rounds it.
-        heads: holdout R2 of each target head before the gain.
-        gain: of each output, (G,).
+        stored: its holdout R2 as used, with the weight rounded to the stored dtype.
+        heads: the holdout R2 of each target head before the gain.
+        gain: the gain of each output, (G,).
         damping, condition: see `ridge.Factor`.
     """
 
@@ -78,18 +78,18 @@ class Fitted:
 
 
 class Fitter:
-    """The regressions of one store under one set of options; remembers what it measured."""
+    """The regressions of one store under one set of options. It remembers what it has measured."""
 
     def __init__(
         self, reader: Reader, options: Options, *, progress: bool = True, known: dict[Map, Quality] | None = None
     ) -> None:
-        """Over a reader.
+        """Solve from the statistics of a reader.
 
         Args:
-            reader: of the store.
-            options: what is asked for, as `Options.for_store` gives it.
-            progress: show progress.
-            known: shared with fitters whose options differ in the choice of layers and penalties only.
+            reader: reads the store.
+            options: the options, from `Options.for_store`.
+            progress: whether to show progress.
+            known: measurements, shared with fitters whose options differ only in the choice of layers and penalties.
         """
         self.reader = reader
         self.options = options
@@ -98,13 +98,13 @@ class Fitter:
         self._known: dict[Map, Quality] = {} if known is None else known
 
     def changed(self, options: Options) -> Fitter:
-        """Another fitter of the same store, which differs in the choice of layers, and knows what this one has measured."""
+        """A fitter of the same store whose options differ only in the choice of layers; it shares this one's measurements."""
         return Fitter(self.reader, options, progress=self.progress, known=self._known)
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def choose(self, probes: dict[Kind, Probe]) -> Chosen:
-        """The source layers of every kind and target layer."""
+        """Choose the source layers for every kind and target layer."""
         n_source, top_k = self.reader.store.source.n_layers, self.options.top_k
         if top_k == "all" or (top_k != "auto" and top_k >= n_source):
             return {kind: take([range(n_source)] * self.reader.store.target.n_layers, n_source) for kind in KINDS}
@@ -144,7 +144,7 @@ class Fitter:
         return dict.fromkeys(KINDS, of(*KINDS)) if options.shared_layers else {kind: of(kind) for kind in KINDS}
 
     def _least_errors(self, kind: Kind, layers: list[Layers]) -> Tensor:
-        """Per target layer, 1 - R2 as used at the best penalty."""
+        """For each target layer, 1 - R2 as used, at the best penalty."""
         errors = torch.zeros(len(layers), dtype=torch.float64)
         sets = {(kind, t): self.reads(kind, source_layers) for t, source_layers in enumerate(layers)}
         for inputs, targets in track(groups(sets).items(), f"layers {kind}", "sets", show=self.progress):
@@ -157,14 +157,14 @@ class Fitter:
         return 1 - torch.tensor([[quality.used for quality in row] for row in rows], dtype=torch.float64)
 
     def best_penalties(self, inputs: InputSet, targets: Sequence[Block]) -> list[float]:
-        """The penalty of each target block that reads one set."""
+        """The best penalty for each of some target blocks that read one set."""
         grid = self.options.penalties
         if len(grid) == 1:
             return [grid[0]] * len(targets)
         return [grid[row] for row in first_good_enough(self.errors(inputs, targets, grid))]
 
     def reads(self, kind: Kind, source_layers: Layers) -> InputSet:
-        """What the map of a kind reads when it has chosen some source layers."""
+        """The inputs of a map of some kind that reads some source layers."""
         options = self.options
         assert options.inputs != "auto", "options of a fitter are those for its store"
         places = [self.reader.store.lexical_lags.index(lag) for lag in self.lags]
@@ -172,18 +172,18 @@ class Fitter:
 
     @property
     def targets(self) -> list[Block]:
-        """The target blocks that are mapped; where lexical inputs are read, target layer 0 is exact and has no map."""
+        """The target blocks that are mapped. With lexical inputs, target layer 0 is exact and has no map."""
         first = 1 if self.lags else 0
         return [(kind, t) for kind in KINDS for t in range(first, self.reader.store.target.n_layers)]
 
     def sets(self, chosen: Chosen) -> Sets:
-        """What each target block reads."""
+        """The inputs of each target block."""
         return {(kind, t): self.reads(kind, chosen[kind][t]) for kind, t in self.targets}
 
     # -- solving -----------------------------------------------------------------------------------------------------
 
     def measure(self, inputs: InputSet, targets: Sequence[Block], penalties: Sequence[float]) -> list[list[Quality]]:
-        """R2 of the maps of some target blocks from one set, a row per penalty; solves what it has not solved before."""
+        """R2 of the maps of some target blocks from one set, a row per penalty; only what is not known yet is solved."""
         for penalty in penalties:
             missing = [target for target in targets if (inputs, target, penalty) not in self._known]
             for solution in self._solutions(inputs, missing, penalty):
@@ -193,16 +193,19 @@ class Fitter:
         return [[self._known[inputs, target, penalty] for target in targets] for penalty in penalties]
 
     def qualities(self, sets: Sets, penalties: Sequence[float] = ()) -> dict[Block, tuple[float, Quality]]:
-        """Penalty and quality of every target block's map; measures `penalties` on the way, while the scatters are at hand."""
-        found: dict[Block, tuple[float, Quality]] = {}
+        """Penalty and quality of every target block's map.
+
+        The quality at `penalties` is measured as well, while the scatters are in memory.
+        """
+        chosen: dict[Block, tuple[float, Quality]] = {}
         for inputs, targets in groups(sets).items():
             self.measure(inputs, targets, penalties)
             for target, penalty in zip(targets, self.best_penalties(inputs, targets), strict=True):
-                found[target] = (penalty, self.measure(inputs, [target], (penalty,))[0][0])
-        return found
+                chosen[target] = (penalty, self.measure(inputs, [target], (penalty,))[0][0])
+        return chosen
 
     def fit(self, sets: Sets) -> Iterator[Fitted]:
-        """Every target block's map, grouped by what they read: one factorisation per set and penalty."""
+        """Solve every target block's map, grouped by inputs, so that each set and penalty is factored once."""
         for inputs, targets in groups(sets).items():
             by_penalty: dict[float, list[Block]] = defaultdict(list)
             for target, penalty in zip(targets, self.best_penalties(inputs, targets), strict=True):
@@ -211,7 +214,7 @@ class Fitter:
                 yield from self._fit(inputs, members, penalty)
 
     def _fit(self, inputs: InputSet, targets: Sequence[Block], penalty: float) -> Iterator[Fitted]:
-        # A generator of its own: its end lets go of the last solution, and so of this set's scatters, before the next set's.
+        # A generator of its own, so that the last solution, and with it this set's scatters, is freed before the next set's.
         for solution in self._solutions(inputs, targets, penalty):
             yield from self.fitted(solution, penalty)
 
@@ -219,7 +222,7 @@ class Fitter:
         return solutions(self.reader, inputs, targets, penalty, scale=self.options.penalty_scale)
 
     def gain(self, scores: Mapping[Part, Score]) -> Tensor:
-        """Gain of each output, in the shape of the scores."""
+        """The gain of each output, in the shape of the scores."""
         score = scores[self.options.gain_from(self.reader.store)]
         if self.options.gain == "none":
             return torch.ones_like(score.predicted)
@@ -228,7 +231,7 @@ class Fitter:
         )
 
     def _quality(self, solution: Solution, gain: Tensor) -> tuple[list[Quality], Tensor]:
-        """Of every target block, and the holdout R2 of its heads before the gain, (T, H)."""
+        """The quality of every target block, and the holdout R2 of its heads before the gain, (T, H)."""
         fit, holdout = solution.scores["fit"], solution.scores["holdout"]
         per_block = [
             r2(error.sum(1), score.total.sum(1)).tolist()
@@ -240,7 +243,7 @@ class Fitter:
         return [Quality(*row) for row in zip(*per_block, strict=True)], r2(error, total)
 
     def fitted(self, solution: Solution, penalty: float) -> Iterator[Fitted]:
-        """The maps of a solution, as they are stored."""
+        """The maps of a solution in the form in which they are stored."""
         gain = self.gain(solution.scores)
         qualities, heads = self._quality(solution, gain)
         dtype: torch.dtype = getattr(torch, self.options.dtype)
@@ -267,14 +270,14 @@ class Fitter:
 
 
 def first_good_enough(errors: Tensor) -> list[int]:
-    """Per column, the first row whose error is within `INDIFFERENCE` of the least."""
+    """For each column, the first row whose error is within `INDIFFERENCE` of the least."""
     good = errors <= errors.min(0).values * (1 + INDIFFERENCE)
     return [int(row) for row in good.int().argmax(0)]
 
 
 def groups(sets: Sets) -> dict[InputSet, list[Block]]:
-    """Target blocks by the set that they read: one factorisation serves a group."""
-    found: dict[InputSet, list[Block]] = defaultdict(list)
+    """Group target blocks by the set that they read, since one factorisation serves a group."""
+    by_inputs: dict[InputSet, list[Block]] = defaultdict(list)
     for target, inputs in sets.items():
-        found[inputs].append(target)
-    return dict(found)
+        by_inputs[inputs].append(target)
+    return dict(by_inputs)

@@ -1,4 +1,4 @@
-"""What `solve` can be asked for, and the recipes of the literature under their names."""
+"""The options of `solve`, and named recipes from the literature."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ Auto = Literal["auto"]
 
 # The penalties that ``auto`` chooses from, ascending; relative to the mean variance of the inputs.
 PENALTIES = (1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 1e-1)
-# The holdout split estimates a prediction's variance without the optimism of the fit split, but needs rows to do so.
+# The holdout split estimates a prediction's variance without the optimism of the fit split, but needs enough tokens to do so.
 HOLDOUT_ENOUGH = 2048
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `solve` was asked for; recorded in the bundle.
+    """The options of `solve`; the bundle records them.
 
     Attributes:
         top_k: how many source layers each target layer reads: a number, ``all``, or ``auto`` (best on the holdout split).
-        select: ``independent`` or ``greedy``.
-        shared_layers: keys and values read the same source layers.
+        select: how source layers are chosen, ``independent`` or ``greedy``; see `select`.
+        shared_layers: whether keys and values read the same source layers.
         penalty: a number, or ``auto`` to choose from `PENALTIES` on the holdout split: per kind and layer, or one for all
             under a shared basis.
         penalty_scale: what the penalty multiplies, see `ridge.factorise`.
-        support: ``full`` or ``head``.
-        inputs: ``same`` or ``both``; the latter needs a store captured with both. ``auto`` takes what the store has.
-        lexical: the lags of the lexical inputs that are read, ascending; ``auto`` reads all that the store has, ``none`` leaves
-            them out.
-        rank: r of a shared basis, ``none`` for a map of its own per layer, ``auto`` to choose on the holdout split. A basis
-            needs support full, inputs both and one set of source layers for all; where the options say otherwise, ``auto`` is
-            ``none``.
+        support: ``full`` or ``head``, see `kvfit.spec.MapperSpec`.
+        inputs: ``same`` or ``both``, which needs a store that was captured with both; ``auto`` is what the store has.
+        lexical: the lags of the lexical inputs that maps read, ascending; ``auto`` reads all that the store has, ``none`` none
+            of them.
+        rank: r of a shared basis, ``none`` for a separate map per layer, or ``auto`` to choose on the holdout split. A basis
+            needs support full, inputs both and one set of source layers for all; where the options say otherwise, ``auto``
+            means ``none``.
         cost: the most that the map may cost, as a share of the target's prefill in FLOPs and in bytes; None for no limit. It
-            bounds what is chosen by ``auto``, never what was asked for by number.
-        gain: ``variance`` per output, ``head``, or ``none``.
-        gain_split: the split that the gain's variances come from; ``auto``: holdout where it has `HOLDOUT_ENOUGH` tokens.
-        ranking: the R2 that ranks single source layers: ``holdout`` of the map that reads one layer; or ``heo2026``: in
-            sample, least squares from the matched head, mean over heads.
-        dtype: of the stored weights; ``auto`` is bfloat16 where the target is a 16-bit model, else float32.
+            limits what ``auto`` chooses, but not a number that was given.
+        gain: ``variance`` for a gain per output, ``head`` for one per head, or ``none``.
+        gain_split: the split that the gain's variances come from; ``auto`` is holdout where that has `HOLDOUT_ENOUGH` tokens.
+        ranking: the R2 by which single source layers are ranked: ``holdout`` is the holdout R2 of the map that reads one layer;
+            ``heo2026`` is the in-sample R2 of least squares from the matched head, averaged over heads.
+        dtype: the dtype of the stored weights; ``auto`` is bfloat16 where the target is a 16-bit model, otherwise float32.
     """
 
     top_k: int | Literal["all", "auto"] = "all"
@@ -84,10 +84,10 @@ class Options:
                     raise OptionError(f"--rank {self.rank}: found {option} {asked}, needed {needed}, or --rank none")
 
     def for_store(self, store: Store) -> Options:
-        """The same with ``inputs`` and ``dtype`` as the store allows.
+        """These options with every ``auto`` that depends on the store replaced.
 
         Raises:
-            MismatchError: more source layers are asked for than there are, or the store lacks inputs.
+            MismatchError: the options name more source layers than there are, or inputs that the store lacks.
         """
         self.check_layers(store.source.n_layers)
         lags, captured = (",".join(map(str, few)) for few in (self.lags(store.lexical_lags), store.lexical_lags))
@@ -110,10 +110,10 @@ class Options:
         return dataclasses.replace(self, inputs=inputs, rank=rank, dtype=dtype)
 
     def check_layers(self, n_source: int) -> None:
-        """Refuse more source layers than there are: a table that says 8 where 4 were read misleads.
+        """Refuse more source layers than there are: a report that says 8 layers where 4 were read would mislead.
 
         Args:
-            n_source: layers of the source model.
+            n_source: the number of layers of the source model.
 
         Raises:
             MismatchError: `top_k` is a larger number.
@@ -122,7 +122,7 @@ class Options:
             raise MismatchError(f"--top-k: found {self.top_k}, needed at most {n_source}, the layers of the source, or all")
 
     def lags(self, captured: tuple[int, ...]) -> tuple[int, ...]:
-        """The lags of lexical inputs that maps read under these options, of those captured; a matching head reads none."""
+        """The lags of the lexical inputs that maps read, among those captured; with support ``head`` there are none."""
         if self.lexical == "none" or self.support == "head":
             return ()
         return captured if self.lexical == "auto" else self.lexical
@@ -139,9 +139,10 @@ class Options:
         return PENALTIES if self.penalty == "auto" else (self.penalty,)
 
 
-# Heo et al., arXiv:2608.03893, section 3: layers ranked in sample, head by head, by the mean of keys' and values' R2; one set
-# per target layer for both kinds; k = 8 and a penalty of 0.01 for their first pair; no gain. Their equation adds the penalty to
-# the sum over rows, so `scatter`; their sweep collapses at 1, which fits a sum divided by the rows, so try `covariance` too.
+# Heo et al., arXiv:2608.03893, section 3, rank layers in sample, head by head, by the mean R2 of keys and values, and choose
+# one set per target layer for both kinds. They take k = 8 and a penalty of 0.01 for their first pair, and no gain. Their
+# equation adds the penalty to the sum over rows, hence `scatter`. But their results collapse at a penalty of 1, which fits a
+# sum divided by the number of rows, so `covariance` is worth a try too.
 RECIPES = {
     "heo2026": Options(
         top_k=8,

@@ -1,4 +1,4 @@
-"""From a store to `System`: reads the blocks of an input set and of some outputs, within a memory budget."""
+"""`Reader` reads the systems of an input set and some outputs from a store, within a memory budget."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvfit.fit.stats.store import CACHE_BYTES, Split, Store
 from kvfit.spec import ModelSpec
 
 ITEM = 8  # bytes of a float64
-# Matrices of F x F in memory while a set is solved: the scatters of both splits and the factor. A float32 factor lies beside
-# the float64 matrix that refinement reads.
+# The number of F x F matrices in memory while a set is solved: the scatters of both splits and the factor. A float32 factor
+# needs the float64 matrix beside it, for refinement.
 SQUARES = {"float64": 3.0, "mixed": 3.5}
-# A shared basis also holds the sum over outputs that its directions come from, its eigenvectors, and the routine's own copy.
+# A shared basis also needs the sum over outputs that its directions come from, the eigenvectors, and the library's own copy.
 BASIS_SQUARES = 6.0
-# Beyond this many inputs only the leading directions are looked for, which takes no further F x F matrix.
+# Beyond this many inputs only the leading directions are computed, which takes no further F x F matrix.
 EXACT_INPUTS = 16_384
-# Matrices of F x G in memory while one batch of outputs is solved: cross scatter, weight, the scatter times the weight, and the
-# batch before with its gain folded in. A float32 factor refines with three more.
+# The number of F x G matrices in memory while one batch of outputs is solved: cross scatter, weight, the scatter times the
+# weight, and the previous batch with its gain folded in. The refinement of a float32 factor needs three more.
 WORK = {"float64": 5, "mixed": 8}
 
 
 class Reader:
     """Reads systems from a store in float64, block by block.
 
-    The scatters (F x F) are the large part and serve every penalty and output, so those of the last input set are kept.
+    The scatters (F x F) are the largest part and serve every penalty and output, so those of the last input set stay in memory.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class Reader:
 
     @property
     def models(self) -> tuple[ModelSpec, ModelSpec]:
-        """Source and target."""
+        """The source and the target."""
         return self.store.source, self.store.target
 
     def batches(self, inputs: InputSet, targets: Sequence[Block], *, basis: bool = False) -> list[tuple[Block, ...]]:
-        """The target blocks cut into runs that can be solved at a time within the budget.
+        """Cut the target blocks into runs, each of which can be solved at once within the budget.
 
         Args:
-            inputs: what they read.
-            targets: all of them.
-            basis: for a shared basis.
+            inputs: the set that they read.
+            targets: all target blocks.
+            basis: whether a shared basis is solved for.
 
         Raises:
-            SolveError: not even one fits; says what is needed.
+            SolveError: not even one block fits; the message says how much is needed.
         """
         check_budget(inputs, self.memory_budget, self.precision, basis=basis)
         spare = self.memory_budget - least_bytes(inputs, self.precision, basis=basis)
@@ -70,25 +70,25 @@ class Reader:
         return [tuple(targets[start : start + n]) for start in range(0, len(targets), n)]
 
     def systems(self, inputs: InputSet, targets: Sequence[Block], split: Split) -> list[System]:
-        """One system per panel of the input set; outputs are block after block."""
+        """One system per panel of the input set; its outputs are those of the first block, then of the next, and so on."""
         store, panels = self.store, inputs.panels
         scatters = self._scatters(inputs, split)
         source_means = [store.source_mean(split, block) for block in inputs.blocks]
         squares, means = ([read(split, block) for block in targets] for read in (store.target_scatter, store.target_mean))
-        found = []
+        systems = []
         for scatter, cross, (rows, columns) in zip(scatters, self._crosses(inputs, targets, split), panels, strict=True):
             source_mean, square, mean = (
                 torch.cat([part[of] for part in parts]).to(self.device)
                 for parts, of in ((source_means, rows), (squares, columns), (means, columns))
             )
-            found.append(System(store.count(split), scatter, cross, square, source_mean, mean))
-        return found
+            systems.append(System(store.count(split), scatter, cross, square, source_mean, mean))
+        return systems
 
     def _crosses(self, inputs: InputSet, targets: Sequence[Block], split: Split) -> list[Tensor]:
         """The cross scatter (F, G) of each panel."""
         panels = inputs.panels
         depth = panels[0][1].stop - panels[0][1].start
-        # Column-major, which is what the triangular solves work on.
+        # Column-major, as the triangular solves need it.
         crosses = [torch.empty(len(targets) * depth, inputs.n_inputs, dtype=torch.float64, device=self.device) for _ in panels]
         row = 0
         for a in inputs.blocks:
@@ -127,7 +127,7 @@ class Reader:
 
 
 def least_bytes(inputs: InputSet, precision: Precision, *, basis: bool = False) -> int:
-    """The memory that solving one output block on an input set needs: scatters, factor, work, and the blocks being read."""
+    """The bytes needed to solve one output block on an input set: scatters, factor, work, and the blocks being read."""
     squares = SQUARES[precision]
     if basis:
         squares = BASIS_SQUARES if inputs.n_inputs <= EXACT_INPUTS else SQUARES["float64"] + 1
@@ -138,7 +138,7 @@ def least_bytes(inputs: InputSet, precision: Precision, *, basis: bool = False) 
 
 
 def _block_bytes(inputs: InputSet, precision: Precision) -> int:
-    """Bytes of work per output block that is solved at the same time."""
+    """The bytes of work for each output block in a batch."""
     return WORK[precision] * inputs.n_inputs * inputs.target.width * ITEM
 
 

@@ -1,7 +1,7 @@
-"""A shared basis under some options: its source layers, its penalty, and its rank.
+"""Choose a shared basis: its source layers, its penalty, and its rank.
 
-Every choice is made on the holdout split by the mean error over outputs, each in units of its own variance, of the maps as they
-will be used, gain included.
+Every choice is made on the holdout split, for the maps as they will be used, gain included. The criterion is the mean error
+over outputs, each in units of its own variance.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from kvfit.fit.solve.system import InputSet
 from kvfit.fit.stats.layout import Block, Part
 from kvfit.spec import KINDS, Kind
 
-# The penalty of a basis is one number, which every part of the target agrees on well enough; so it is chosen on a few layers.
+# A basis has one penalty. All parts of the target agree on it well enough, so it is chosen on a few layers.
 PENALTY_LAYERS = 6
-# Ranks within this of the least error are as good: less than what separates maps by what the target does with them.
+# Ranks whose error is this close to the least count as equally good: maps that the target uses differently lie further apart.
 RANK_INDIFFERENCE = 0.005
-# Ranks that are compared: between neighbours the cost differs by a quarter at most.
+# With so many candidate ranks per octave, the cost differs by about a fifth between neighbours.
 RANKS_PER_OCTAVE = 4
 
 
 @dataclass(frozen=True)
 class RankCurve:
-    """Holdout error by rank: 1 - R2 as used, mean over outputs in units of their own variance.
+    """The holdout error for each rank: 1 - R2 as used, averaged over outputs in units of their own variance.
 
     Attributes:
-        ranks: ascending.
-        errors: of each.
+        ranks: the ranks, ascending.
+        errors: the error for each rank.
     """
 
     ranks: list[int]
     errors: list[float]
 
     def best(self, most: int | None = None) -> int:
-        """The smallest rank within `RANK_INDIFFERENCE` of the least error, among those of at most `most`."""
+        """The smallest rank, not above `most`, whose error is within `RANK_INDIFFERENCE` of the least."""
         allowed = [(rank, error) for rank, error in zip(self.ranks, self.errors, strict=True) if most is None or rank <= most]
         least = min(error for _, error in allowed)
         return next(rank for rank, error in allowed if error <= least * (1 + RANK_INDIFFERENCE))
 
     def error(self, rank: int) -> float:
-        """Of a rank on the curve."""
+        """The error of a rank on the curve."""
         return self.errors[self.ranks.index(rank)]
 
 
 def shared_inputs(fitter: Fitter, probes: dict[Kind, Probe]) -> InputSet:
-    """What a shared basis reads: all source layers, or the `top_k` that explain the target's layers best on average."""
+    """The inputs of a shared basis: all source layers, or the `top_k` that explain the target's layers best on average."""
     n_source, top_k = fitter.reader.store.source.n_layers, fitter.options.top_k
     if not isinstance(top_k, int):
         return fitter.reads("keys", tuple(range(n_source)))
@@ -62,7 +62,7 @@ def shared_inputs(fitter: Fitter, probes: dict[Kind, Probe]) -> InputSet:
 
 
 def shared_penalty(fitter: Fitter, inputs: InputSet) -> float:
-    """The penalty of a basis: the best of the grid for maps of full rank."""
+    """The penalty of a basis: the best one of the grid for maps of full rank."""
     grid = fitter.options.penalties
     if len(grid) == 1:
         return grid[0]
@@ -79,7 +79,7 @@ def candidate_ranks(most: int) -> list[int]:
 
 
 def rank_curve(fitter: Fitter, basis: Basis, extra: Sequence[int] = ()) -> RankCurve:
-    """The holdout error of the first directions of a basis, for every candidate rank and those of `extra` at once."""
+    """The holdout error of the first directions of a basis, for every candidate rank and those of `extra`."""
     most = basis.weight.shape[1]
     ranks = sorted({*candidate_ranks(most), *(rank for rank in extra if 1 <= rank <= most)})
     rows = torch.tensor(ranks, device=basis.weight.device) - 1
@@ -95,6 +95,6 @@ def rank_curve(fitter: Fitter, basis: Basis, extra: Sequence[int] = ()) -> RankC
 
 
 def fit_reduced(fitter: Fitter, basis: Basis) -> Iterator[Fitted]:
-    """Every target block's map from a basis."""
+    """Solve every target block's map from a basis."""
     for solution in reduced_solutions(fitter.reader, basis, fitter.targets):
         yield from fitter.fitted(solution, basis.penalty)

@@ -1,7 +1,7 @@
-"""The regressions of an input set, solved and scored on both splits, batch by batch of outputs.
+"""Solve the regressions of an input set and score them on both splits, in batches of outputs.
 
-`solutions` gives every target block a map of its own; `find_basis` and `reduced_solutions` give all of them maps of one rank
-from one shared basis. Both come out as `Solution`, so everything after them is the same.
+`solutions` solves a separate map for every target block. `find_directions` and `reduced_solutions` solve maps of one rank from
+one shared basis. Both return `Solution`, so everything after them is the same.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Solution:
     """Weights of a batch of target blocks, before the gain. With T target blocks and G = H * D outputs each:
 
     Attributes:
-        inputs: what they read.
-        targets: the blocks predicted.
-        weights: per panel, (F, T * G of the panel), target by target; (r, T * G) under a shared basis.
-        means: per panel, mean of the inputs and of the outputs on the fit split.
+        inputs: the set that the maps read.
+        targets: the blocks that they predict.
+        weights: per panel, (F, T * G of the panel), target by target; (r, T * G) with a shared basis.
+        means: per panel, the means of the inputs and of the outputs on the fit split.
         holdout: per panel, the holdout system that the weights were scored on.
-        scores: per split, vectors of (T, G).
-        damping: the largest of the factors'.
-        condition: the largest of the factors'.
+        scores: per split, the scores, (T, G).
+        damping: the largest damping of the factors.
+        condition: the largest condition of the factors.
     """
 
     inputs: InputSet
@@ -49,16 +49,16 @@ class Solution:
     condition: float
 
     def weight(self, position: int, weights: list[Tensor] | None = None) -> Tensor:
-        """Of the target block at a position: (F, G), or (H_target, F, D_target) with support ``head``."""
+        """The weight of the target block at a position: (F, G), or (H_target, F, D_target) with support ``head``."""
         panels = self.weights if weights is None else weights
         parts = [weight.T.reshape(len(self.targets), -1, len(weight))[position].T for weight in panels]
         return parts[0] if self.inputs.support == "full" else torch.stack(parts)
 
     def stored(self, gain: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-        """Weights with a gain (T, G) folded in as `dtype` holds them, per panel, and the biases (T, G) float64 beside them.
+        """The weights per panel, with a gain (T, G) folded in and rounded to `dtype`, and the biases (T, G) in float64.
 
-        A bias is taken from the rounded weight: where inputs have means of hundreds of times their spread, it would else be
-        off by the rounding of a mean.
+        A bias is computed from the rounded weight. Otherwise, where the mean of an input is hundreds of times its spread, the
+        weight's rounding times that mean would be an error of the prediction.
         """
         by_panel = gain.view(len(gain), len(self.weights), -1)
         weights = [(w * by_panel[:, panel].flatten()).to(dtype) for panel, w in enumerate(self.weights)]
@@ -66,7 +66,7 @@ class Solution:
         return weights, by_target(biases, len(gain))
 
     def score_stored(self, weights: Sequence[Tensor]) -> Score:
-        """The holdout score of weights as they are stored, (T, G)."""
+        """The holdout score of the stored weights, (T, G)."""
         rows = zip(self.holdout, weights, self.means, strict=True)
         return joined([score(system, w.double(), fit_means=means) for system, w, means in rows], len(self.targets))
 
@@ -74,7 +74,7 @@ class Solution:
 def factor_of(
     inputs: InputSet, system: System, penalty: float, scale: PenaltyScale, precision: Precision = "float64"
 ) -> Factor:
-    """The factor of a system of an input set."""
+    """Factor a system of an input set."""
     return ridge.factorise(
         system.scatter, system.count, penalty, scale=scale, groups=inputs.groups, precision=precision, name=inputs.name
     )
@@ -83,13 +83,13 @@ def factor_of(
 def solutions(
     reader: Reader, inputs: InputSet, targets: Sequence[Block], penalty: float, *, scale: PenaltyScale = "mean-variance"
 ) -> Iterator[Solution]:
-    """Solve for one penalty: one factorisation per panel, whatever the number of target blocks.
+    """Solve the maps of some target blocks for one penalty, with one factorisation per panel.
 
     Args:
         reader: reads the statistics, within its memory budget.
-        inputs: what the maps read.
-        targets: what they predict; they come out in order, some at a time.
-        penalty: at least 0.
+        inputs: the set that the maps read.
+        targets: the blocks that they predict; the solutions cover them in order, some at a time.
+        penalty: the ridge penalty, at least 0.
         scale: what it multiplies, see `ridge.factorise`.
 
     Raises:
@@ -103,7 +103,7 @@ def solutions(
         weights = [ridge.solve(*pair, name=inputs.name) for pair in zip(factors, (s.cross for s in systems), strict=True)]
         fit = [score(s, weight, factor=factor) for s, weight, factor in zip(systems, weights, factors, strict=True)]
         means = [(system.source_mean, system.target_mean) for system in systems]
-        del systems  # the memory of these cross scatters is that of the next
+        del systems  # frees these cross scatters before the next ones are read
         yield _solution(inputs, batch, weights, means, reader.systems(inputs, batch, "holdout"), fit, factors)
 
 
@@ -116,7 +116,7 @@ def _solution(
     fit: list[Score],
     factors: list[Factor],
 ) -> Solution:
-    scores = [score(system, weight, fit_means=at) for system, weight, at in zip(holdout, weights, means, strict=True)]
+    scores = [score(system, weight, fit_means=pair) for system, weight, pair in zip(holdout, weights, means, strict=True)]
     return Solution(
         inputs=inputs,
         targets=targets,
@@ -131,15 +131,15 @@ def _solution(
 
 @dataclass(frozen=True)
 class Directions:
-    """The directions of an input set that explain the outputs of all target blocks, leading direction first.
+    """The directions of an input set that best explain the outputs of all target blocks, leading direction first.
 
     Attributes:
-        inputs: what is projected.
-        vectors: U, (F, F) float64; for very many inputs only the leading columns.
-        variance: what each carries of the outputs, each output in units of its own variance.
-        total: what all F directions carry.
-        factor: of the penalised covariance.
-        penalty: of that.
+        inputs: the set that is projected.
+        vectors: U, (F, F) float64; with very many inputs, only its leading columns.
+        variance: the outputs' variance that each direction carries, each output in units of its own variance.
+        total: the variance that all F directions carry.
+        factor: the factor of the penalised covariance.
+        penalty: its penalty.
     """
 
     inputs: InputSet
@@ -150,12 +150,12 @@ class Directions:
     penalty: float
 
     def basis(self, rank: int, dtype: torch.dtype = torch.float64) -> Basis:
-        """The basis of the first directions, as `dtype` holds it."""
+        """The basis of the first directions, rounded to `dtype`."""
         weight = basis_of(self.factor, self.vectors[:, :rank]).to(dtype).double()
         return Basis(self.inputs, weight, self.factor, self.penalty)
 
     def kept(self, rank: int) -> float:
-        """The share of the variance of all directions that the first ones carry, on the fit split."""
+        """The first directions' share of the variance of all directions, on the fit split."""
         return float(self.variance[:rank].sum() / self.total)
 
 
@@ -164,10 +164,10 @@ class Basis:
     """A shared basis of an input set.
 
     Attributes:
-        inputs: what is projected.
-        weight: (F, r) float64.
-        factor: of the penalised covariance that it was found with.
-        penalty: of that.
+        inputs: the set that is projected.
+        weight: the basis, (F, r) float64.
+        factor: the factor of the penalised covariance that it was computed with.
+        penalty: the penalty of that covariance.
     """
 
     inputs: InputSet
@@ -185,22 +185,22 @@ def find_directions(
     *,
     rank: int | None = None,
 ) -> Directions:
-    """The directions that a shared basis for all `targets` is made of, see `basis`.
+    """Find the directions for a shared basis of all `targets`, see `basis`.
 
     Args:
         reader: reads the statistics.
-        inputs: what is projected.
-        targets: what all maps together predict.
-        penalty: of the covariance.
-        scale: of the penalty.
-        rank: how many directions are wanted, for very many inputs, where only these are found; at most a quarter of F.
+        inputs: the set that is projected.
+        targets: the blocks that all maps together predict.
+        penalty: the ridge penalty.
+        scale: what it multiplies, see `ridge.factorise`.
+        rank: with very many inputs, how many directions to find, at most a quarter of F; otherwise all are found.
 
     Raises:
-        SolveError, StoreError: as `solutions`.
+        SolveError, StoreError: as in `solutions`.
     """
     batches = reader.batches(inputs, targets, basis=True)
     (system,) = reader.systems(inputs, batches[0], "fit")
-    # Refined solutions of a float32 factor are exact, its directions are not: this one is always float64.
+    # Solutions from a float32 factor are exact after refinement, directions are not, so this factor is always float64.
     factor = factor_of(inputs, system, penalty, scale)
     del system
 
@@ -220,7 +220,7 @@ def find_directions(
 
 
 class Projected(NamedTuple):
-    """The systems of a batch of target blocks on a basis, of both splits, and the weights (r, T * G) that the fit gives."""
+    """A batch of target blocks on a basis: the systems of both splits, and the weights (r, T * G) from the fit split."""
 
     targets: tuple[Block, ...]
     fit: System
@@ -229,7 +229,7 @@ class Projected(NamedTuple):
 
 
 def projections(reader: Reader, basis: Basis, targets: Sequence[Block]) -> Iterator[Projected]:
-    """Some target blocks on a basis, batch by batch.
+    """Project the systems of some target blocks onto a basis, batch by batch.
 
     Raises:
         StoreError: a damaged chunk.
@@ -248,7 +248,7 @@ def projections(reader: Reader, basis: Basis, targets: Sequence[Block]) -> Itera
 
 
 def reduced_solutions(reader: Reader, basis: Basis, targets: Sequence[Block]) -> Iterator[Solution]:
-    """The maps of some target blocks from a basis, as `projections`."""
+    """Solve the maps of some target blocks from a basis; errors are those of `projections`."""
     for batch, fit, holdout, weight in projections(reader, basis, targets):
         means = [(fit.source_mean, fit.target_mean)]
         yield _solution(basis.inputs, batch, [weight], means, [holdout], [score(fit, weight)], [basis.factor])

@@ -1,4 +1,4 @@
-"""What `solve.json` says: how good each map is, before and after its gain and as its dtype stores it. Pure functions."""
+"""The content of `solve.json`: how good each map is, before and after its gain and as it is stored. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfit.spec import KINDS, Kind
 
 
 def layer_report(fitted: Fitted) -> dict[str, Any]:
-    """What solve.json says of one map."""
+    """The entry of one map in solve.json."""
     gain = fitted.gain
     return {
         "kind": fitted.kind,
@@ -31,12 +31,12 @@ def layer_report(fitted: Fitted) -> dict[str, Any]:
 
 
 def solve_report(fitter: Fitter, probes: dict[Kind, Probe], details: list[dict[str, Any]]) -> dict[str, Any]:
-    """What solve.json says of all maps, except their choice and cost.
+    """The content of solve.json, except for the choice of the map and its cost.
 
     Args:
-        fitter: that made them.
-        probes: of single source layers.
-        details: `layer_report` of each, in the order of the spec.
+        fitter: the fitter that made the maps.
+        probes: the probes of single source layers.
+        details: the `layer_report` of each map, in the order of the spec.
     """
     options, reader = fitter.options, fitter.reader
 

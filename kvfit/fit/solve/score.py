@@ -1,7 +1,7 @@
-"""How good a weight is on one split, and the gain that gives its predictions the target's variance. Pure functions.
+"""Score a weight on one split, and compute the gain that gives its predictions the target's variance. Pure functions.
 
-A weight W (F, G) is scored from a `System` as if from the rows behind it: its error, its R2, and the variance of its
-predictions, before or after any gain.
+A `System` is enough to compute what the rows themselves would give for a weight W (F, G): its error, its R2, and the variance
+of its predictions, before or after any gain.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from kvfit.fit.solve.ridge import DEAD, Factor
 from kvfit.fit.solve.system import System
 
-# Below this share of the target's variance a prediction is the mean, and there is nothing to scale up.
+# A prediction with less than this share of the target's variance is just the mean, with nothing to scale up.
 NOTHING_PREDICTED = 1e-6
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one weight does on one split, per output, in sums that give its error under any gain.
+    """Sums for each output of one weight on one split, from which its error under any gain follows.
 
     Attributes:
         count: N of the split.
-        total: sum of squares of the target about its mean.
+        total: the target's sum of squares about its mean.
         explained: ``diag(W' B)``.
         predicted: ``diag(W' A W)``, the predictions' sum of squares about their mean.
-        source_drift: how far the mean prediction moved from the split that the bias was fitted on.
-        target_drift: how far the mean of the target did.
+        source_drift: the mean prediction less its mean on the split that the bias was fitted on.
+        target_drift: the target's mean less its mean on that split.
     """
 
     count: int
@@ -40,11 +40,11 @@ class Score:
     target_drift: Tensor
 
     def error(self, gain: Tensor | float = 1.0) -> Tensor:
-        """Sum over rows of the squared error of each output, exactly as if from the rows.
+        """The sum over rows of the squared error of each output, exactly as the rows themselves would give it.
 
-        For predictions scaled by `gain` g about the mean: ``s - 2 g diag(W' B) + g^2 diag(W' A W) + N d^2`` with d the drift
-        of the target less g times that of the predictions: 0 on the rows that the bias was fitted on, and on any other split
-        what a shifted mean costs.
+        For predictions scaled by `gain` g about the mean, it is ``s - 2 g diag(W' B) + g^2 diag(W' A W) + N d^2``, where d is
+        the drift of the target less g times the drift of the predictions. d is 0 on the split that the bias was fitted on;
+        on another split, the last term is the cost of a shifted mean.
         """
         centred = self.total - 2 * gain * self.explained + gain * gain * self.predicted
         return centred.clamp(min=0.0) + self.count * (self.target_drift - gain * self.source_drift).square()
@@ -56,15 +56,16 @@ def score(
     """The `Score` of a weight (F, G) on one split.
 
     Args:
-        system: of the split.
+        system: the split's system.
         weight: W.
-        fit_means: mean of inputs (F,) and outputs (G,) on the split that the bias was fitted on, where that is another split.
-        factor: of this system, where W solves it: then ``diag(W' A W) = diag(W' B) - N diag(W' ridge W)``, which follows from
-            ``(A + N ridge) W = B`` and spares F F G multiplications.
+        fit_means: the means of inputs (F,) and outputs (G,) on the split that the bias was fitted on, where that is another
+            one.
+        factor: this system's factor, where W solves the system. Then ``(A + N ridge) W = B``, so that
+            ``diag(W' A W) = diag(W' B) - N diag(W' ridge W)``, which saves F F G multiplications.
     """
     explained = _column_dots(weight, system.cross)
     if factor is None:
-        # Transposed, so that the product comes out column-major like the weight; the scatter is symmetric.
+        # Transposed, so that the product is column-major like the weight; the scatter is symmetric.
         predicted = _column_dots(weight, (weight.T @ system.scatter).T)
     else:
         penalised = _column_dots(weight, weight * factor.ridge[:, None])
@@ -81,39 +82,39 @@ def score(
 
 
 def _column_dots(a: Tensor, b: Tensor) -> Tensor:
-    """``(a * b).sum(0)`` of (F, G) tensors, without the product in memory."""
+    """``(a * b).sum(0)`` for (F, G) tensors, without the product in memory."""
     return torch.einsum("fg,fg->g", a, b)
 
 
 def joined(panels: Sequence[Score], n_targets: int) -> Score:
-    """One score per target block, (targets, outputs of a block), from those of the panels of an input set."""
+    """Join the scores of an input set's panels into one with fields of shape (target blocks, outputs of a block)."""
     names = [field.name for field in fields(Score) if field.name != "count"]
     return Score(panels[0].count, **{name: by_target([getattr(one, name) for one in panels], n_targets) for name in names})
 
 
 def by_target(panels: Sequence[Tensor], n_targets: int) -> Tensor:
-    """Per-panel vectors over (target blocks x outputs of the panel) as (target blocks, outputs of all panels)."""
+    """Join the panels' vectors over (target blocks x outputs of the panel) into (target blocks, outputs of all panels)."""
     return torch.stack([panel.view(n_targets, -1) for panel in panels], 1).view(n_targets, -1)
 
 
 def r2(error: Tensor, total: Tensor) -> Tensor:
-    """Share of variance explained, ``1 - error / total``; negative values stay as they are.
+    """The share of the variance that is explained, ``1 - error / total``; it may be negative.
 
-    Where nothing varies there is nothing to explain, and R2 is 0.
+    Where nothing varies, there is nothing to explain, and R2 is 0.
     """
     return torch.where(total > 0, 1 - error / torch.where(total > 0, total, 1.0), 0.0)
 
 
 def variance_gain(target_square: Tensor, predicted: Tensor, width: int = 1) -> Tensor:
-    """``sqrt(var(target) / var(prediction))`` per output, in the shape of its arguments, (..., G).
+    """``sqrt(var(target) / var(prediction))`` for each output, in the shape of the arguments, (..., G).
 
-    A ridge prediction varies less than the truth; scaling each output about its mean gives the variance back. That costs R2
+    A ridge prediction varies less than the truth; scaling each output about its mean restores the variance. That lowers R2,
     and restores what attention does with keys and values (see docs/concepts/gain.md).
 
     Args:
-        target_square: sum of squares of the target about its mean.
-        predicted: sum of squares of the prediction about its mean, on the same rows.
-        width: pool both sums over runs of this many outputs first (one gain per head).
+        target_square: the target's sum of squares about its mean.
+        predicted: the prediction's sum of squares about its mean, on the same rows.
+        width: pool both sums over runs of this many outputs first, for one gain per head.
 
     Returns:
         The gain of each output; 1 where the target does not vary or the prediction is the mean.
@@ -124,6 +125,6 @@ def variance_gain(target_square: Tensor, predicted: Tensor, width: int = 1) -> T
             for sums in (target_square, predicted)
         )
     usable = predicted > NOTHING_PREDICTED * target_square
-    # An output that does not vary has rounding for a prediction.
+    # The prediction of an output that does not vary is rounding.
     usable &= target_square > DEAD * target_square.amax(-1, keepdim=True)
     return torch.where(usable, target_square / torch.where(usable, predicted, 1.0), 1.0).sqrt()

@@ -1,8 +1,8 @@
-"""Which source layers each target layer reads.
+"""Choose the source layers that each target layer reads.
 
-Ranking uses single-source R2: how much of a target layer one source layer explains alone. It is taken on the holdout
-split, because in-sample R2 misleads where inputs are many. Two rules choose from it: *independent* takes the best k by
-that score; *greedy* adds, one at a time, the layer that helps the ones already chosen most.
+Single-source R2 says how much of a target layer one source layer explains alone. It is measured on the holdout split, because
+in-sample R2 misleads where inputs are many. There are two rules: *independent* takes the k layers with the best single-source
+R2; *greedy* adds one layer at a time, the one that most improves the layers already chosen.
 
 Source: Heo et al., arXiv:2608.03893, section 3 (independent ranking); held-out scoring and the greedy rule are kvfit's.
 """
@@ -26,22 +26,22 @@ from kvfit.fit.stats.layout import SPLITS, Part
 from kvfit.spec import KINDS, Inputs, Kind, Support
 
 Chosen = dict[Kind, list[Layers]]
-# R2 (len(target_layers),) of some target layers on one ascending set of source layers.
+# Returns the R2 (len(target_layers),) of some target layers on one ascending set of source layers.
 ScoreOf = Callable[[Layers, list[int]], Sequence[float]]
 
-# Probes need a factor, not a fit: this only keeps nearly collinear heads of one layer from failing.
+# Only so that a layer with nearly collinear heads can be factored; probes need no good fit.
 PROBE_PENALTY = 1e-3
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Single-source R2 of one kind.
+    """The single-source R2 of one kind.
 
     Attributes:
         heads: per split, (L_target, L_source, H_target).
         layers: per split, (L_target, L_source), pooled over all outputs of the target layer.
         support: whether each target head was predicted from all heads of the source layer or from the matched one.
-        penalty: of the probes.
+        penalty: the ridge penalty of the probes.
     """
 
     heads: dict[Part, Tensor]
@@ -59,17 +59,17 @@ def probe(
     inputs: Inputs = "same",
     progress: bool = True,
 ) -> Probe:
-    """Single-source R2 of every (target layer, source layer, target head).
+    """Measure the single-source R2 of every (target layer, source layer, target head).
 
     All target layers of one source layer share one factorisation.
 
     Args:
-        reader: of the store.
-        kind: what is predicted.
-        ranking: ``heo2026`` probes by least squares from the matched head of the same kind, whatever the map reads.
-        support: of the map.
-        inputs: of the map.
-        progress: show a bar.
+        reader: reads the store.
+        kind: ``keys`` or ``values``.
+        ranking: with ``heo2026``, probes are least squares from the matched head of the same kind, whatever the map reads.
+        support: the map's support.
+        inputs: the map's inputs.
+        progress: whether to show a bar.
     """
     penalty = PROBE_PENALTY
     if ranking == "heo2026":
@@ -90,9 +90,9 @@ def probe(
 
 
 def ranking_scores(probes: dict[Kind, Probe], ranking: Ranking, shared_layers: bool) -> dict[Kind, Tensor]:
-    """The scores (L_target, L_source) that source layers are ranked by, per kind.
+    """For each kind, the scores (L_target, L_source) by which source layers are ranked.
 
-    Shared layers are ranked by the mean over kinds; ``heo2026`` by the mean over heads, in sample.
+    Shared layers are ranked by the mean over kinds. ``heo2026`` takes the in-sample mean over heads.
     """
     if ranking == "heo2026":
         scores = {kind: probes[kind].heads["fit"].mean(2) for kind in KINDS}
@@ -102,26 +102,26 @@ def ranking_scores(probes: dict[Kind, Probe], ranking: Ranking, shared_layers: b
 
 
 def rank(scores: Tensor) -> list[list[int]]:
-    """Source layers of each target layer, best first. Scores (L_target, L_source); ties go to the earlier layer."""
+    """The source layers of each target layer, best first, from scores (L_target, L_source); ties go to the earlier layer."""
     return [sorted(range(len(row)), key=lambda i: (-row[i], i)) for row in scores.tolist()]
 
 
 def take(ranking: Sequence[Sequence[int]], k: int) -> list[Layers]:
-    """The best k source layers of each target layer, ascending."""
+    """The k best source layers of each target layer, ascending."""
     return [tuple(sorted(order[:k])) for order in ranking]
 
 
 def greedy(n_source: int, n_target: int, k: int, score: ScoreOf, *, progress: bool = True) -> list[list[int]]:
-    """Forward selection: source layers of each target layer in the order in which they were added.
+    """Forward selection: the source layers of each target layer, in the order in which they were added.
 
-    All target layers go a step at a time, so that a set which several of them try is factored once.
+    All target layers take each step together, so that a set which several of them try is factored once.
 
     Args:
-        n_source: source layers to choose from.
-        n_target: target layers.
+        n_source: the number of source layers to choose from.
+        n_target: the number of target layers.
         k: how many to choose.
-        score: called once per step for every distinct set, with the target layers that try it.
-        progress: show a bar.
+        score: is called once per step for every distinct set, with the target layers that try it.
+        progress: whether to show a bar.
     """
     orders: list[list[int]] = [[] for _ in range(n_target)]
     for step in range(min(k, n_source)):
@@ -132,9 +132,9 @@ def greedy(n_source: int, n_target: int, k: int, score: ScoreOf, *, progress: bo
                     tried[tuple(sorted([*order, candidate]))].append(target_layer)
         best: dict[int, tuple[float, int]] = {}
         for chosen, members in track(tried.items(), f"greedy, layer {step + 1} of {k}", "sets", show=progress):
-            for target_layer, found in zip(members, score(chosen, members), strict=True):
+            for target_layer, value in zip(members, score(chosen, members), strict=True):
                 added = next(i for i in chosen if i not in orders[target_layer])
-                best[target_layer] = min(best.get(target_layer, (float("inf"), 0)), (-float(found), added))
+                best[target_layer] = min(best.get(target_layer, (float("inf"), 0)), (-float(value), added))
         for target_layer, (_, added) in best.items():
             orders[target_layer].append(added)
     return orders

@@ -1,6 +1,6 @@
-"""The verb `solve`: a store in, a bundle out. No model runs here.
+"""The verb `solve`: read a store and write a bundle, without running a model.
 
-For each kind and target layer: choose source layers, choose the penalty, solve, and fold the gain into weight and bias.
+For each kind and target layer it chooses source layers and the penalty, solves, and folds the gain into weight and bias.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 
 @dataclass(frozen=True)
 class Solved:
-    """What `solve` made.
+    """The result of `solve`.
 
     Attributes:
-        bundle: its folder.
+        bundle: the bundle's folder.
         report: the content of its `solve.json`.
-        bytes_read: from the store.
+        bytes_read: the bytes that were read from the store.
     """
 
     bundle: Path
@@ -74,25 +74,25 @@ def solve(
     plots: bool = False,
     progress: bool = True,
 ) -> Solved:
-    """Solve the maps that a store's statistics allow and write them as a bundle.
+    """Solve the maps from a store's statistics and write them as a bundle.
 
     The same store, options and machine give the same bytes.
 
     Args:
         store: a finished store.
-        out: the bundle's folder; must not exist. While it is made, the weights lie in a temporary folder beside it.
+        out: the bundle's folder, which must not exist. Until it is complete, the weights are in a temporary folder beside it.
         options: see `Options`.
         device: where the linear algebra runs.
         memory_budget: bytes for the linear algebra; ``auto`` for 4 GiB, or for as much as one system needs if that is more.
         precision: ``float64``; ``mixed`` factors in float32 and refines in float64; ``auto`` is ``mixed`` on graphics cards
             that are slow at float64.
         plots: also draw the R2 map and the curves per layer into the bundle.
-        progress: show bars.
+        progress: whether to show bars.
 
     Raises:
         StoreError: the store is missing, unfinished or damaged.
         SolveError: a system has no trustworthy solution, the holdout split is empty, or the budget is too small.
-        MismatchError: the options ask for what the store or the device does not allow.
+        MismatchError: the store or the device does not allow what the options ask for.
         BundleError: `out` exists or cannot be written.
     """
     out = Path(out)
@@ -104,7 +104,7 @@ def solve(
     prefill = prefill_of(reader.store.target, reader.store.recipe)
     choice = choose(fitter, probes, prefill)
     with scratch_folder(out) as scratch:
-        # The bundle wants the maps in order, they are solved by what they read, and all of them may not fit in memory.
+        # The bundle needs the maps in order, but they are solved in the order of their inputs, and may not all fit in memory.
         details = sorted(
             _solve_layers(fitter, choice, scratch), key=lambda detail: (detail["layer_index"], KINDS.index(detail["kind"]))
         )
@@ -123,11 +123,11 @@ def solve(
 
 
 def check_new(out: Path) -> None:
-    """Refuse to write over anything, and a place that cannot be written.
+    """Refuse a place that exists or cannot be written to.
 
     Raises:
-        MismatchError: something is there.
-        BundleError: nothing can be made there.
+        MismatchError: the place exists.
+        BundleError: nothing can be written there.
     """
     if out.exists():
         raise MismatchError(f"found {out} already there, needed a new folder: choose another --out or remove it")
@@ -142,10 +142,10 @@ def open_reader(
     memory_budget: int | Literal["auto"] = "auto",
     precision: Precision | Literal["auto"] = "auto",
 ) -> Reader:
-    """A reader of a store that has what the options ask for, on a device that can do it, with a budget that allows it.
+    """Open a reader, after checking that store, device and memory budget allow what the options ask for.
 
     Raises:
-        StoreError, SolveError, MismatchError: as `solve`.
+        StoreError, SolveError, MismatchError: as in `solve`.
     """
     opened = Store.open(store)
     if opened.count("holdout") < 2:
@@ -167,7 +167,7 @@ def open_reader(
     reader = Reader(opened, device=place, precision=precision)
     n_source = opened.source.n_layers
     largest = n_source if isinstance(options.top_k, str) else options.top_k
-    # Before anything long: what is known to be too much is refused now.
+    # Refuse before the long work starts what is already known not to fit.
     inputs = Fitter(reader, options).reads("keys", tuple(range(largest)))
     basis = options.rank != "none"
     if memory_budget == "auto":
@@ -180,23 +180,23 @@ def open_reader(
 
 
 def probe_kinds(reader: Reader, options: Options, progress: bool = True) -> dict[Kind, Probe]:
-    """Single-source R2 of both kinds under some options."""
+    """Measure the single-source R2 of both kinds under some options."""
     arguments = {"ranking": options.ranking, "support": options.support, "inputs": options.inputs}
     return {kind: probe(reader, kind, progress=progress, **arguments) for kind in KINDS}  # type: ignore[arg-type]
 
 
 def _solve_layers(fitter: Fitter, choice: Choice, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Put weight and bias of every map into the scratch folder; give what the report says of it."""
+    """Write weight and bias of every map to the scratch folder, and yield its entry of the report."""
     targets = len(fitter.targets)
     for fitted in track(choice.fit(fitter), "solve", "maps", total=targets, show=fitter.progress):
-        # Biases stay in float32: they are few, and key biases can be hundreds of times the spread.
+        # Biases stay in float32: they are few, and biases of keys can be hundreds of times the spread.
         weight, bias = fitted.weight.cpu().contiguous(), fitted.bias.cpu().contiguous()
         if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(bias).all())):
             raise SolveError(
                 f"{fitted.kind} of target layer {fitted.layer_index}: found weights beyond {fitter.options.dtype}, needed "
                 f"finite ones: use --dtype float32"
             )
-        # Through bytes: the library's own writer reports a full disk as an error of its own kind.
+        # Not by the library's own writer, which reports a full disk as an error of its own kind.
         _path(scratch, fitted.kind, fitted.layer_index).write_bytes(save({"weight": weight, "bias": bias}))
         yield layer_report(fitted)
 
@@ -217,13 +217,13 @@ def _layer_map(detail: dict[str, Any]) -> LayerMap:
 
 
 def mapper_spec(store: Store, options: Options, layers: Iterable[LayerMap], rank: int | None = None) -> MapperSpec:
-    """The spec of a mapper that was solved from a store.
+    """Make the spec of a mapper that was solved from a store.
 
     Args:
-        store: where from.
-        options: as `Options.for_store` gives them.
-        layers: in the order of the spec.
-        rank: of the shared basis, None for none.
+        store: the store.
+        options: the options, from `Options.for_store`.
+        layers: the maps of the layers, in the order of the spec.
+        rank: the rank of the shared basis; None where there is no basis.
     """
     assert options.inputs != "auto", "options are those for the store"
     assert options.dtype != "auto", "options are those for the store"

@@ -1,7 +1,7 @@
-"""The verb `solve --sweep`: how good every combination of options would be, as one table. No model runs.
+"""The verb `solve --sweep`: measure every combination of options into one table, without running a model.
 
-R2 does not rank maps by what the target does with them (docs/concepts/r2-and-likelihood.md), so the table narrows a choice
-down; `kvfit evaluate` makes it.
+R2 does not rank maps by what the target does with them (docs/concepts/r2-and-likelihood.md). So use the table to narrow the
+choice down, and `kvfit evaluate` to make it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvfit.spec import KINDS, Kind, LayerMap, MapperSpec, Support
 
 Grid = dict[str, list[Any]]
 
-# What can be swept, and what its values may be.
+# The options that can be swept, and the words among their values.
 CHOICES = {
     "top_k": ("all", "auto"),
     "penalty": ("auto",),
@@ -44,14 +44,14 @@ CHOICES = {
     "select": ("independent", "greedy"),
 }
 NUMBERS: dict[str, type[int] | type[float]] = {"top_k": int, "penalty": float}
-# A map is timed on a cache of so many tokens, as the median of so many runs. The runs use so many bytes of different weights:
-# more than a processor caches, less than a large map has.
+# A map is timed on a cache of so many tokens, as the median of so many runs, with so many bytes of different weights: more than
+# a processor caches, but less than a large map has.
 TIMED_TOKENS, TIMED_RUNS, TIMED_BYTES = 512, 5, 512 << 20
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep found: a row per combination of options."""
+    """The result of a sweep: a row per combination of options."""
 
     folder: Path
     rows: list[dict[str, Any]]
@@ -67,10 +67,10 @@ class Sweep:
 
 
 def parse_grid(items: Sequence[str]) -> Grid:
-    """``["top_k=1,2,all", "penalty=1e-3,1e-2"]`` as names and values.
+    """Parse a grid such as ``["top_k=1,2,all", "penalty=1e-3,1e-2"]`` into names and values.
 
     Raises:
-        OptionError: an unknown name, a value that the option does not take, or a name given twice.
+        OptionError: a name is unknown or there twice, or the option does not take a value.
     """
     grid: Grid = {}
     for item in items:
@@ -107,23 +107,23 @@ def sweep(
     precision: Precision | Literal["auto"] = "auto",
     progress: bool = True,
 ) -> Sweep:
-    """Solve every combination of a grid and write ``sweep.csv`` and ``sweep.png``.
+    """Measure every combination of a grid and write ``sweep.csv`` and ``sweep.png``.
 
     Args:
         store: a finished store.
-        out: folder; must not exist.
+        out: the folder to write, which must not exist.
         grid: from `parse_grid`; every option that it does not name is taken from `options`.
         options: see `Options`.
-        device, memory_budget, precision: as for `solve`.
-        progress: show bars.
+        device, memory_budget, precision: as in `solve`.
+        progress: whether to show bars.
 
     Raises:
-        StoreError, SolveError, MismatchError: as `solve`.
+        StoreError, SolveError, MismatchError: as in `solve`.
         BundleError: `out` cannot be written.
     """
     options, out = options or Options(), Path(out)
     check_new(out)
-    # With a shared basis, solve.json already has the error of every rank. A sweep compares separate maps.
+    # A sweep compares separate maps. For a shared basis, solve.json already has the error of every rank.
     options = dataclasses.replace(options, rank="none", cost=None)
     combinations = [dataclasses.replace(options, **dict(zip(grid, values, strict=True))) for values in product(*grid.values())]
     largest = max(combinations, key=lambda asked: asked.top_k if isinstance(asked.top_k, int) else math.inf)
@@ -136,7 +136,7 @@ def sweep(
     times: dict[tuple[Any, ...], float] = {}
     rows = []
     for asked in track(combinations, "sweep", "maps", show=progress):
-        # What was measured serves every combination that differs in layers and penalties only.
+        # Combinations that differ only in layers and penalties share their measurements.
         known = shared.setdefault(dataclasses.replace(asked, top_k="all", penalty="auto", select="independent"), {})
         fitter = Fitter(reader, asked, progress=False, known=known)
         if asked.support not in probes:
@@ -172,10 +172,10 @@ def _row(fitter: Fitter, sets: Sets, penalties: list[float], times: dict[tuple[A
 
 
 def _milliseconds(spec: MapperSpec, device: torch.device) -> float:
-    """Median time of transferring a cache of random numbers through random weights of the spec's shapes."""
+    """The median time to transfer a cache of random numbers through random weights of the spec's shapes."""
     dtype = getattr(torch, spec.dtype)
     keys = [(layer.kind, layer.layer_index) for layer in spec.layers]
-    # Equal shapes take turns with the same few tensors, so that a large map is timed in little memory.
+    # Layers of equal shape share a few tensors in turn, so that a large map is timed in little memory.
     made: dict[tuple[int, ...], list[Tensor]] = {}
     weights = {}
     for number, key in enumerate(keys):

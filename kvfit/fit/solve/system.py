@@ -1,8 +1,8 @@
-"""What a regression is made of: the blocks that a map reads, and the second moments of one split.
+"""The parts of a regression: the blocks that a map reads, and the second moments of one split.
 
-The order of a map's inputs is written here once, and `Mapper` follows it: the keys of the chosen source layers ascending, then
-(with ``inputs="both"``) their values, then the lexical inputs lag by lag. With ``inputs="same"`` a map reads its own kind only,
-then the lexical inputs.
+The order of a map's inputs is defined here, and `Mapper` follows it: the keys of the chosen source layers ascending, then (with
+``inputs="both"``) their values, then the lexical inputs lag by lag. With ``inputs="same"`` a map reads only its own kind, then
+the lexical inputs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Layers = tuple[int, ...]
 
 
 def source_head(head: int, n_source: int, n_target: int) -> int:
-    """The source head that target head `head` is matched with: ``h * H_source // H_target``, identity for equal counts."""
+    """The source head that matches target head `head`: ``h * H_source // H_target``, which is `head` for equal counts."""
     return head * n_source // n_target
 
 
 @dataclass(frozen=True)
 class System:
-    """The second moments of one regression on one split, all float64. Ridge, scores and gains are functions of it alone.
+    """The second moments of one regression on one split, all float64. Solutions, scores and gains follow from it alone.
 
     With N rows, inputs x (F,) and outputs y (G,):
 
@@ -53,10 +53,10 @@ class InputSet:
     """The blocks that a map reads.
 
     Attributes:
-        source, target: the models.
-        blocks: in the order of the map's inputs.
-        support: ``full``: one regression reads all heads of the blocks. ``head``: one regression per target head, which reads
-            the matched source head only.
+        source, target: the two models.
+        blocks: the blocks, in the order of the map's inputs.
+        support: ``full``: one regression reads all heads of the blocks. ``head``: one regression per target head reads only the
+            matched source head.
     """
 
     source: ModelSpec
@@ -66,12 +66,12 @@ class InputSet:
 
     @cached_property
     def source_layers(self) -> Layers:
-        """The source layers read, ascending."""
+        """The source layers that are read, ascending."""
         return tuple(sorted({index for kind, index in self.blocks if kind in KINDS}))
 
     @property
     def panels(self) -> list[tuple[slice, slice]]:
-        """Per regression, its columns of a source block and of a target block."""
+        """For each regression, its columns of a source block and of a target block."""
         if self.support == "full":
             return [(slice(None), slice(0, self.target.width))]
         d, e = self.source.head_dim, self.target.head_dim
@@ -79,31 +79,31 @@ class InputSet:
         return [(slice(a * d, (a + 1) * d), slice(head * e, (head + 1) * e)) for head, a in enumerate(heads)]
 
     def width(self, block: InputBlock) -> int:
-        """Inputs that one regression has from a block."""
+        """The number of inputs that one regression takes from a block."""
         if block[0] not in KINDS:
             return 2 * self.target.width
         return self.source.width if self.support == "full" else self.source.head_dim
 
     @cached_property
     def n_inputs(self) -> int:
-        """F of one regression."""
+        """F, the number of inputs of one regression."""
         return sum(map(self.width, self.blocks))
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """Lengths of the runs of inputs that share a scale: source keys, source values, and each lag's keys and values.
+        """The lengths of the runs of inputs that share a scale: source keys, source values, and each lag's keys and values.
 
-        Their variances differ by orders of magnitude, so each group is penalised relative to its own.
+        Their variances differ by orders of magnitude, so the penalty of each run is relative to the run's own variance.
         """
-        found: list[int] = []
+        lengths: list[int] = []
         for kind, run in itertools.groupby(self.blocks, key=lambda block: block[0]):
             widths = [self.width(block) for block in run]
-            found += [sum(widths)] if kind in KINDS else [width // 2 for width in widths for _ in KINDS]
-        return tuple(found)
+            lengths += [sum(widths)] if kind in KINDS else [width // 2 for width in widths for _ in KINDS]
+        return tuple(lengths)
 
     @property
     def name(self) -> str:
-        """What is read, for errors."""
+        """What is read, for error messages."""
         kinds = [kind for kind in KINDS if any(block[0] == kind for block in self.blocks)]
         layers = "layer " if len(self.source_layers) == 1 else "layers "
         return f"{' and '.join(kinds)} of source {layers}{', '.join(map(str, self.source_layers))}"
@@ -117,15 +117,15 @@ def input_set(
     inputs: Inputs = "same",
     lexical: Sequence[int] = (),
 ) -> InputSet:
-    """The input set of a map.
+    """Make the input set of a map.
 
     Args:
         models: source and target.
-        kind: what is predicted.
-        source_layers: the source layers read, ascending.
+        kind: ``keys`` or ``values``.
+        source_layers: the source layers that are read, ascending.
         support: ``full`` or ``head``.
         inputs: ``same`` or ``both``.
-        lexical: which of the store's lags are read, by their places in its `Store.lexical_lags`.
+        lexical: the lags that are read, as indices into `Store.lexical_lags`.
     """
     kinds = (kind,) if inputs == "same" else KINDS
     blocks: list[InputBlock] = [(kind, i) for kind in kinds for i in source_layers]
