@@ -166,7 +166,7 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     Raises:
         OptionError: `capture` or `solve` would refuse an option.
         MismatchError: there are fewer source layers than requested, the memory budget is too small, or the tokenizers
-        differ.
+            differ.
         RefError: a model does not exist or cannot be reached.
         UnsupportedModelError: a configuration has no geometry, or is not that of a causal language model.
     """

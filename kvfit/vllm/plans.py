@@ -90,8 +90,8 @@ class LoadPlanner:
 
         Raises:
             Miss: with the reason ``opted_out``, ``short`` (no whole block before the tail), ``other_source`` (no engine that
-            runs the mapper's source with this salt has used the store), ``missing`` (the store lacks the prompt's first block)
-            or ``no_guide`` (it lacks the record of where the source looks).
+                runs the mapper's source with this salt has used the store), ``missing`` (the store lacks the prompt's first
+                block) or ``no_guide`` (it lacks the record of where the source looks).
         """
         if not wanted.map:
             raise Miss("opted_out")
