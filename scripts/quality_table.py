@@ -276,15 +276,15 @@ def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str
         f"made by `scripts/quality_table.py` for {pair}. Run it on your own "
         "pair, and do not edit the page.",
         "",
-        f"Maps fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (one token in "
-        f"{given.token_stride}), or {n_mix} with facts text. Judged on {given.documents} documents that no "
-        f"map has seen: {given.prefix} tokens of context, {given.continuation} scored; {given.questions} questions a kind. "
-        "The first token is exact in every row.",
+        f"The maps were fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (token stride "
+        f"{given.token_stride}), or on {n_mix} sequences with facts text. They were judged on "
+        f"{given.documents} documents that no map has seen, with {given.prefix} tokens of context, {given.continuation} scored "
+        f"tokens and {given.questions} questions of each kind. The first token is exact in every row.",
         "",
-        "R2: mean over target layers on the holdout split, before the gain. Share of gap: of the likelihood between the source "
-        "alone and the target with its own cache, with a 95 % interval over documents. KL: nats per token from the target with "
-        "its own cache. Work: operations as a share of the target's prefill."
-        f"{' Ms: for one context on the machine that made the table.' if timed else ''}",
+        "R2 is the mean over target layers on the holdout split, before the gain. The share of gap is that of the likelihood "
+        "between the source alone and the target with its own cache, with a 95 % interval over documents. KL is in nats per "
+        "token, from the target with its own cache. Work is the share of the operations of the target's prefill."
+        f"{' Ms is for one context, on the machine that made the table.' if timed else ''}",
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
@@ -292,8 +292,8 @@ def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str
         "",
         "## Recall",
         "",
-        "Exact answers, and in brackets the mean log-probability of the answer's tokens, which tells maps apart before exact "
-        "answers do. None of the shapes of these questions is in the facts text.",
+        "The table has the share of exact answers, and in brackets the mean log-probability of the answers' tokens, which "
+        "distinguishes maps before exact answers do. The facts text contains no question of these forms.",
         "",
         f"| {' | '.join(['map', *kinds])} |",
         "|" + "---|" * (1 + len(kinds)),

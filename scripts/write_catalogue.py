@@ -18,14 +18,15 @@ HEAD = """<!-- Written by scripts/write_catalogue.py from registry/. Run it agai
 
 # Catalogue
 
-The mappers that are published for this version of kvfit; `kvfit list` prints the same. If your two models are not in the
-table, [fit a mapper](guides/fit-one-gpu.md): one of another pair, or of other versions of these models, is no substitute.
+This page lists the mappers that are published for this version of kvfit; `kvfit list` prints the same list. If your two
+models are not in the table, [fit a mapper](guides/fit-one-gpu.md): a mapper for another pair, or for other versions of these
+models, is no substitute.
 
-Each row is about one way of moving: the evaluation's `handoff`, with the guided recompute that it was judged with. Below a
-mapper's name are its verdict, its size and its licence. **Recall** is the share of questions answered right whose answer only
-the moved part of the conversation holds. **Share of gap** is how much of the difference in likelihood between source and target
-the move keeps. **Speed** is how many times as fast as a prefill by the target it was, and **work** the share of that prefill's
-operations that it takes. [What they tell and what they do not](concepts/r2-and-likelihood.md). The table is made from the
+Each row describes the evaluation's `handoff`, with the guided recompute with which it was judged. Below a mapper's name are
+its verdict, its size and its licence. **Recall** is the share of correct answers to questions about facts in the moved part
+of the conversation. **Share of gap** is how much of the difference in likelihood between source and target the move
+recovers. **Speed** is how many times as fast as the target's prefill it is, and **work** is its share of that prefill's
+operations. Read [what they tell and what they do not](concepts/r2-and-likelihood.md). The table is made from the
 [registry](reference/registry.md).
 """
 

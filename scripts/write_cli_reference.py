@@ -38,7 +38,7 @@ Progress and log go to stderr. The result goes to stdout: one line, or one JSON 
 | 1 | an error: one line on stderr: what was found, what was needed, what to do; see [Errors](errors.md) |
 | 2 | the command line itself is wrong: an unknown option, or a value that an option cannot have |
 | 3 | refused by a gate: the verdict of an evaluation is `fail`, or `inspect` found a model that cannot be mapped |
-| 130 | interrupted with Ctrl-C; `capture`, `evaluate` and `fit` print the command with which they go on |
+| 130 | interrupted with Ctrl-C; `capture`, `evaluate` and `fit` print the command that continues them |
 
 To complete commands, options and file names with the Tab key, add one line to the start-up file of your shell:
 

@@ -76,8 +76,8 @@ def _stage(folder: Path, files: Mapping[str, bytes], digests: Mapping[str, str])
     try:
         for name, data in files.items():
             written.append(folder / _staged_name(name, digests[name]))
-            _write_anew(written[-1], data)
-        _write_anew(sums, manifest.render(digests))
+            _rewrite(written[-1], data)
+        _rewrite(sums, manifest.render(digests))
         sync_folder(folder)
         os.replace(sums, folder / manifest.MANIFEST)
     except BaseException:
@@ -123,6 +123,6 @@ def _staged_name(name: str, digest: str) -> str:
     return f".{name}.{digest[:16]}{_STAGED}"
 
 
-def _write_anew(path: Path, data: bytes) -> None:
+def _rewrite(path: Path, data: bytes) -> None:
     path.unlink(missing_ok=True)
     write_file(path, data)

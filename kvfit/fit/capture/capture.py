@@ -123,7 +123,7 @@ def capture(
     out, ranks = Path(out), Ranks.from_environment()
     part = ranks.part(out)
     _check_place(out, part, resume, ranks)
-    pair, specs = _proved_pair(list(zip((source, target), revisions, loading, strict=True)), texts, options, batch_size, ranks)
+    pair, specs = _checked_pair(list(zip((source, target), revisions, loading, strict=True)), texts, options, batch_size, ranks)
     lags = lexical_lags(options.lexical, pair[1].model)
     options = replace(options, lexical=lags)
     device = _current(models.find_device(stats_device) if stats_device else input_device(pair[0].model))
@@ -161,7 +161,7 @@ def capture(
     return Captured(out, state.sequences, state.short, state.repeated, _tokens_of(Store.open(out)))
 
 
-def _proved_pair(
+def _checked_pair(
     wanted: Sequence[tuple[str, str | None, models.Options]],
     texts: tuple[TextOptions, ...],
     options: Options,

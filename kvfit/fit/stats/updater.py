@@ -133,10 +133,10 @@ class BlockUpdater:
 
 
 class CopyDone:
-    """Says when a copy from a graphics card has arrived on the host.
+    """Tells when a copy from a graphics card has arrived on the host.
 
-    The event is made on the card that copies and recorded on that card's own stream: one of the current device, which may be
-    another, would be done before the copy is.
+    The event is made on the card that copies and recorded on that card's own stream. The current device may be another card,
+    whose event would be done before the copy is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,24 +145,24 @@ class CopyDone:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """Mark the place behind the copies that were started so far."""
+        """Mark the end of the copies that have been started."""
         self._event.record(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait until the marked copies are done."""
         self._event.synchronize()
 
 
 def sum_unit(
     total: Tensor, product: Tensor, layout: Layout, array: BlockArray, numbers: range, rows: Mapping[Group, Tensor]
 ) -> Tensor:
-    """Sums of products of the pairs of some consecutive chunks.
+    """Compute the sums of products for the pairs of some consecutive chunks.
 
     Args:
         total, product: memory for the sums, float64, and for one product, float32, flat and at least as long.
-        layout: of the store.
-        array, numbers: whose chunks.
-        rows: as `TokenBuffer.rows` gives them, shifted.
+        layout: the store's layout.
+        array, numbers: the array, and the numbers of its chunks.
+        rows: the shifted rows, from `TokenBuffer.rows`.
 
     Returns:
         (pairs, rows, columns) float64, in `total`.
@@ -171,7 +171,7 @@ def sum_unit(
     total = total[: unit_numbers(array, numbers)].view(last - first, bottom - top, array.columns)
     offset = 0 if array.role == "source" else layout.widths[0]
     pair = first
-    while pair < last:  # one product for all right-hand blocks of a left-hand one
+    while pair < last:  # one product for each left block and all of its right blocks
         left, right = array.pairs[pair]
         n_pairs = min(last - pair, array.n_right - right)
         begin = offset + right * array.columns
