@@ -46,7 +46,8 @@ def test_generate_continues_like_the_target_itself(options, use_cache):
     moved = handoff(identity_mapper(model), model, ids, prefilled(model, ids, mask), attention_mask=mask)
     torch.manual_seed(0)
     assert torch.equal(moved.generate(**options), wanted)
-    with pytest.raises(MismatchError, match=r"cache: found 2[67] tokens for a prompt of 20"):
+    held = "20" if "num_beams" in options else "2[67]"  # beams leave the prompt alone
+    with pytest.raises(MismatchError, match=rf"cache: found {held} tokens for a prompt of 20"):
         moved.generate(**options)
 
 
