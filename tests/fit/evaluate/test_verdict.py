@@ -301,11 +301,14 @@ def test_layers_in_another_order_fail(good: Path, weaker: Path, tmp_path: Path) 
     assert causes(report) <= {"order", "source"}
 
 
-def test_keys_fitted_rotated_and_applied_unrotated_fail(demo: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_fitted_rotated_and_applied_unrotated_fail(tmp_path: Path) -> None:
     """The position bug that likelihood hides: whatever likelihood says, the reason names the rotation."""
     source, target = models.load("demo:source"), models.load("demo:target")
+    options = CaptureOptions(num_sequences=40, seq_len=256, token_stride=1, holdout=0.2)
+    store = tmp_path / "pair.zarr"
+    capture("demo:source", "demo:target", store, text=TextOptions("demo:text"), options=options, progress=False)
     # A map of its own per layer, which can be replaced one by one.
-    fitted_right = solve(Path(demo["store"]), tmp_path / "right", options=SEPARATE, progress=False).bundle
+    fitted_right = solve(store, tmp_path / "right", options=SEPARATE, progress=False).bundle
     mapper = Mapper.from_bundle(Bundle.open(fitted_right))
     pair = arms.Pair(source.model, target.model, mapper)
     texts = [text for text, _ in zip(documents(TextOptions("demo:text")), range(24), strict=False)]
