@@ -57,7 +57,7 @@ class Step:
     start: str | None = None
 
 
-DEFAULT = Step("+ target layer 0 and facts text (default)", recompute=(0.0, 0.1, "auto"))
+DEFAULT = Step("+ target layer 0 and facts text", recompute=(0.0, 0.1, "auto"))
 STEPS = (
     Step("8 best layers, like kinds, no gain", "text", {**PLAIN, **UNLIMITED, "inputs": "same", "top_k": 8, "gain": "none"}),
     Step("all layers, keys and values, no gain", "text", {**PLAIN, "gain": "none"}),
@@ -65,11 +65,13 @@ STEPS = (
     Step("+ target layer 0", "text"),
     Step("+ facts text, without target layer 0", "mix", PLAIN),
     DEFAULT,
-    Step("default without a shared basis, at any cost", "mix", UNLIMITED),
-    Step("default, refined", recompute=(0.0, 0.1), start=DEFAULT.name),
-    Step("lags 0 to 2", solve={"lexical": (0, 1, 2)}),
-    Step("lags 0 to 4", solve={"lexical": (0, 1, 2, 3, 4)}),
-    Step("lags 0 to 6", solve={"lexical": (0, 1, 2, 3, 4, 5, 6)}),
+    Step("the same without a shared basis, at any cost", "mix", UNLIMITED),
+    Step("the same, refined", recompute=(0.0, 0.1), start=DEFAULT.name),
+    Step("the same, bfloat16 weights", solve={"dtype": "bfloat16"}),
+    Step("the same, rank 1024", solve={"rank": 1024}),
+    Step("the same, rank 512", solve={"rank": 512}),
+    Step("the same, lags 0 to 2", solve={"lexical": (0, 1, 2)}),
+    Step("the same, lags 0 to 4", solve={"lexical": (0, 1, 2, 3, 4)}),
 )
 
 
@@ -277,7 +279,8 @@ def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str
         "pair, and do not edit the page.",
         "",
         f"The maps were fitted on {given.sequences} sequences of {given.seq_len} tokens of ordinary text (token stride "
-        f"{given.token_stride}), or on {n_mix} sequences with facts text. They were judged on "
+        f"{given.token_stride}), or on {n_mix} sequences with facts text; they read "
+        f"target layer 0 at lags {', '.join(map(str, given.lags))}. They were judged on "
         f"{given.documents} documents that no map has seen, with {given.prefix} tokens of context, {given.continuation} scored "
         f"tokens and {given.questions} questions of each kind. The first token is exact in every row.",
         "",
