@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfit.errors import MismatchError
-from kvfit.model.rope import angles, rotate, unrotate
+from kvfit.model.rope import angles, rotate, turn_into, unrotate
 from kvfit.spec import RopeTable
 
 PAIRINGS = ["half", "interleaved"]
@@ -43,6 +43,10 @@ def test_rotate_is_complex_multiplication(pairing: str, width: int, scaling: flo
         torch.testing.assert_close(rotated[b, h, t], wanted, rtol=0, atol=3e-4 if t == 3 else 1e-5)
     # The float32 angle at position 1,031 is what costs digits; models have the same one, so the inverse is tight.
     torch.testing.assert_close(unrotate(rotated, table, angles(table, positions)), keys, rtol=0, atol=2e-6)
+    # The same into memory of the caller's, as transfers do it.
+    for inverse, states, wanted in ((False, keys, rotated), (True, rotated, keys)):
+        turned = turn_into(torch.empty_like(states), states, table, angles(table, positions), inverse=inverse)
+        torch.testing.assert_close(turned, wanted, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
