@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvfit.spec import MapperSpec, ModelSpec
+from kvfit.spec import KINDS, MapperSpec, ModelSpec
 
 # Tokens that are processed per read of the weights.
 PASS_TOKENS = 1024
@@ -80,14 +80,15 @@ def prefill_of(target: ModelSpec, recipe: Mapping[str, Any] | None = None) -> Pr
         return Prefill(counted, item_bytes)
     hidden = target.n_query_heads * target.head_dim
     # Query and output projections, key and value projections, and a gated feed-forward layer 3.5 times as wide.
-    per_layer = 2 * hidden**2 + 2 * hidden * target.width + 3 * 3.5 * hidden**2
-    return Prefill(target.n_layers * per_layer, item_bytes, estimated=True)
+    widths = sum(target.width_of(kind, i) for kind in KINDS for i in range(target.n_layers))
+    per_layer = 2 * hidden**2 + 3 * 3.5 * hidden**2
+    return Prefill(target.n_layers * per_layer + hidden * widths, item_bytes, estimated=True)
 
 
 def lexical_flops(target: ModelSpec, n_lags: int) -> float:
     """Operations per token to compute the keys and values of the target's first layer, if a map reads them; else 0."""
     hidden = target.n_query_heads * target.head_dim
-    return 2.0 * hidden * (hidden + 2 * target.width) if n_lags else 0.0
+    return 2.0 * hidden * (hidden + target.first_width) if n_lags else 0.0
 
 
 def cost_of(parameters: float, dtype: str, prefill: Prefill, extra_flops: float = 0.0) -> Cost:

@@ -106,8 +106,8 @@ class ModelSpec:
         revision: the commit hash; None where there is none.
         family: transformers' ``model_type``.
         n_layers: the number of layers with keys and values of their own, in decoder order.
-        n_heads: H, the number of key/value heads in a layer.
-        head_dim: D, the number of features in a head.
+        n_heads: H, the number of key/value heads in a layer; in the first layer if they differ.
+        head_dim: D, the number of features in a head; in a key of the first layer if they differ.
         n_query_heads: the number of query heads in a layer; query head q reads KV head ``q // (n_query_heads // n_heads)``.
         windows: for each KV layer, its sliding window in tokens, or None for full attention.
         rope: the rotary description.
@@ -118,6 +118,7 @@ class ModelSpec:
         quantisation: the name of the quantisation method; None where the model is not quantised.
         content: digests of all weights; None for a map that was fitted before kvfit recorded them.
         tokenization_digest: a digest of the ids to which the tokenizer encodes a fixed text; None for such an old map too.
+        geometry: for each layer its heads, key size and value size, if these differ anywhere; else None.
     """
 
     ref: str
@@ -136,22 +137,48 @@ class ModelSpec:
     quantisation: str | None
     content: Content | None = field(default=None, metadata=_MAY_BE_ABSENT)
     tokenization_digest: str | None = field(default=None, metadata=_MAY_BE_ABSENT)
+    geometry: tuple[tuple[int, ...], ...] | None = field(default=None, metadata=_MAY_BE_ABSENT)
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "n_heads", "head_dim", "n_query_heads"):
             if getattr(self, name) < 1:
                 raise SpecError(name, str(getattr(self, name)), "at least 1")
-        for name, length in (("windows", len(self.windows)), ("rope.assignment", len(self.rope.assignment))):
-            if length != self.n_layers:
-                raise SpecError(name, f"{length} entries", f"{self.n_layers}, one per layer")
+        of_layers = {"windows": self.windows, "rope.assignment": self.rope.assignment, "geometry": self.geometry}
+        for name, per_layer in of_layers.items():
+            if per_layer is not None and len(per_layer) != self.n_layers:
+                raise SpecError(name, f"{len(per_layer)} entries", f"{self.n_layers}, one per layer")
+        alike = ((self.n_heads, self.head_dim, self.head_dim),) * self.n_layers
+        geometry = self.geometry or alike
+        for layer_index, heads in enumerate(geometry):
+            if len(heads) != 3 or min(heads) < 1 or (layer_index == 0 and heads[:2] != alike[0][:2]):
+                raise SpecError(f"geometry[{layer_index}]", str(list(heads)), "3 numbers, in layer 0 n_heads, head_dim, ...")
+        if self.geometry == alike:  # one model has one record
+            raise SpecError("geometry", "the same heads in all layers", "no such field")
         for index, table in enumerate(self.rope.tables):
-            if table.rotated_width > self.head_dim:
-                raise SpecError(f"rope.tables[{index}].rotated_width", str(table.rotated_width), f"at most {self.head_dim}")
+            sizes = [size for (_, size, _), used in zip(geometry, self.rope.assignment, strict=True) if used == index]
+            most = min(sizes, default=self.head_dim)
+            if table.rotated_width > most:
+                raise SpecError(f"rope.tables[{index}].rotated_width", str(table.rotated_width), f"at most {most}")
+
+    def shape(self, kind: Kind, layer_index: int) -> tuple[int, int]:
+        """(H, D) of one layer's keys or values."""
+        alike = (self.n_heads, self.head_dim, self.head_dim)
+        heads, *sizes = self.geometry[layer_index] if self.geometry else alike
+        return heads, sizes[KINDS.index(kind)]
+
+    def width_of(self, kind: Kind, layer_index: int) -> int:
+        """H * D, the features of one layer's keys or values per token."""
+        return math.prod(self.shape(kind, layer_index))
 
     @property
     def width(self) -> int:
-        """H * D, the features of one layer's keys (or values) per token."""
-        return self.n_heads * self.head_dim
+        """Features of the widest layer's keys or values per token."""
+        return max(self.width_of(kind, i) for kind in KINDS for i in range(self.n_layers if self.geometry else 1))
+
+    @property
+    def first_width(self) -> int:
+        """Features of the first layer's keys and values together per token: what a map reads of it at each lag."""
+        return sum(self.width_of(kind, 0) for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -183,11 +210,10 @@ class MapperSpec:
         format_version: the version of the bundle format.
         kvfit_version: the version of kvfit that wrote the bundle.
         keys_rotated: False when the map works on un-rotated keys (kvfit always fits so).
-        support: ``full``: a layer's outputs read all heads of the k chosen source layers; the weight is (F, G) with
-            F = k * H_source * D_source and G = H_target * D_target. ``head``: target head h reads only source head
-            ``h * H_source // H_target``; the weight is (H_target, k * D_source, D_target).
-        inputs: ``same``: keys are predicted from keys and values from values; ``both``: each is predicted from keys followed by
-            values, so F doubles.
+        support: ``full``: a layer's outputs read all heads of the chosen source layers; the weight is (F, G) with F the sum of
+            H_source * D_source over them and G = H_target * D_target. ``head``: target head h reads only source head
+            ``h * H_source // H_target``; the weight is (H_target, k * D_source, D_target); not with a `geometry`.
+        inputs: ``same``: keys from keys and values from values; ``both``: each from keys followed by values, so F doubles.
         gain: the gain that was folded into weights and biases: ``variance``, ``head`` or ``none``.
         dtype: the dtype of the stored weights.
         layers: the maps of the first mapped target layer's keys and values, then the next layer's, and so on. The first mapped
@@ -196,8 +222,7 @@ class MapperSpec:
             target's first layer depend on the token alone, so the target computes them for every token without attention. With
             lexical inputs, target layer 0 is therefore exact, and every map also reads its un-rotated keys and its values for
             the token itself (lag 0) and for earlier tokens (lag 1, 2, ...). They follow the source's inputs lag by lag, keys
-            first, with 2 * H_target * D_target inputs per lag. Where a lag reaches back beyond the sequence, its first token is
-            read.
+            first, `first_width` of them per lag. Where a lag reaches back beyond the sequence, its first token is read.
         rank: r of the shared basis; None where every layer has a map of its own. With a basis, one matrix (F, r) projects the
             inputs of all target layers, and a layer's weight is (r, G).
     """
@@ -221,6 +246,8 @@ class MapperSpec:
             raise SpecError("lexical_lags", str(list(lags)), "ascending whole numbers from 0 on")
         if lags and self.support == "head":
             raise SpecError("lexical_lags", f"{list(lags)} with support head", "support full")
+        if self.support == "head" and (self.source.geometry or self.target.geometry):
+            raise SpecError("support", "head with a model whose heads differ by layer", "full")
         expected = [(kind, index) for index in self.mapped_layers for kind in KINDS]
         found = [(layer.kind, layer.layer_index) for layer in self.layers]
         if found != expected:
@@ -254,9 +281,10 @@ class MapperSpec:
 
     def input_width(self, kind: Kind, layer_index: int) -> int:
         """F, the number of features that one target layer's map reads; per head where support is ``head``."""
-        per_layer = self.source.width if self.support == "full" else self.source.head_dim
-        from_source = len(self.layer(kind, layer_index).source_layers) * per_layer * (2 if self.inputs == "both" else 1)
-        return from_source + len(self.lexical_lags) * 2 * self.target.width
+        kinds, chosen = KINDS if self.inputs == "both" else (kind,), self.layer(kind, layer_index).source_layers
+        shapes = [self.source.shape(read, i) for read in kinds for i in chosen]
+        from_source = sum(size * (heads if self.support == "full" else 1) for heads, size in shapes)
+        return from_source + len(self.lexical_lags) * self.target.first_width
 
     @property
     def basis_shape(self) -> tuple[int, int]:
@@ -268,5 +296,5 @@ class MapperSpec:
         """The shape of one layer's weight: (F, G); (r, G) with a basis; (H_target, F, D_target) for support ``head``."""
         width = self.rank or self.input_width(kind, layer_index)
         if self.support == "full":
-            return (width, self.target.width)
+            return (width, self.target.width_of(kind, layer_index))
         return (self.target.n_heads, width, self.target.head_dim)

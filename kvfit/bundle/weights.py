@@ -76,7 +76,7 @@ def tensor_groups(spec: MapperSpec) -> list[list[TensorSpec]]:
     for layer_index in spec.mapped_layers:
         for kind in KINDS:
             weight = TensorSpec(layer_name(kind, layer_index, "weight"), dtype, spec.weight_shape(kind, layer_index))
-            bias = TensorSpec(layer_name(kind, layer_index, "bias"), "F32", (spec.target.width,))
+            bias = TensorSpec(layer_name(kind, layer_index, "bias"), "F32", (spec.target.width_of(kind, layer_index),))
             groups.append([weight, bias])
     return groups
 

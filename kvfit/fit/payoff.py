@@ -12,7 +12,7 @@ from typing import Any
 
 from kvfit.cost import ITEM_BYTES, Cost, Prefill, cost_of, lexical_flops
 from kvfit.fit.hardware import Rates
-from kvfit.spec import ModelSpec
+from kvfit.spec import KINDS, ModelSpec
 
 # Tokens that the target runs itself in a handoff: the first one and the last 32.
 EXACT_TOKENS = 33
@@ -93,14 +93,15 @@ def map_options(
         n_lags: number of lags of lexical inputs; 0 for none.
         rates: rates of a machine, for times and break-even lengths.
     """
-    lexical = n_lags * 2 * target.width
-    mapped = target.n_layers - (1 if n_lags else 0)
-    outputs = 2 * mapped * target.width
-    inputs = 2 * source.n_layers * source.width + lexical
+    lexical = n_lags * target.first_width
+    mapped = range(1 if n_lags else 0, target.n_layers)
+    outputs = sum(target.width_of(kind, i) for kind in KINDS for i in mapped)
+    of_source = sum(source.width_of(kind, i) for kind in KINDS for i in range(source.n_layers))
+    inputs = of_source + lexical
     rows = [(f"all {source.n_layers} layers, float32", inputs * outputs, "float32")]
     rows.append((f"all {source.n_layers} layers", inputs * outputs, "bfloat16"))
     if source.n_layers > 8:
-        rows.append(("8 layers each", (16 * source.width + lexical) * outputs, "bfloat16"))
+        rows.append(("8 layers each", (of_source * 8 // source.n_layers + lexical) * outputs, "bfloat16"))
     ranks = [rank for rank in RANKS if rank < min(inputs, outputs)] or [min(inputs, outputs) // 4]
     rows += [(f"shared basis, rank {rank}", rank * (inputs + outputs), "bfloat16") for rank in ranks]
     return [_option(*row, prefill, lexical_flops(target, n_lags), rates) for row in rows]

@@ -6,6 +6,7 @@ Times name the machine that they are for.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,8 +23,8 @@ from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
 from kvfit.fit.solve.system import InputSet, input_set
 from kvfit.fit.stats.budget import buffer_tokens, check_budget, fits_in_memory
-from kvfit.fit.stats.layout import Layout
-from kvfit.spec import ModelSpec, RopeSpec
+from kvfit.fit.stats.layout import Block, Layout
+from kvfit.spec import KINDS, ModelSpec, RopeSpec
 
 # Shares of the rate of plain matrix products; the benchmarks of capture and solve measure both.
 STATISTICS_SHARE, SOLVE_SHARE = 0.8, 0.6
@@ -182,14 +183,17 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     lags = LEXICAL_LAGS if capture.lexical == "auto" else capture.lexical
     layout = Layout(_spec(a), _spec(b), capture.inputs, capture.stats_dtype, lags)
     solve.check_layers(a.n_layers)
+    pair = layout.source, layout.target
+    solve.check_heads(*pair)
     check_budget(layout, options.memory_budget)
     kept = len(capture.kept)
     tokens = capture.num_sequences * kept
     read_lags = solve.lags(lags)
     inputs = capture.inputs if solve.inputs == "auto" else solve.inputs
     chosen = solve.top_k if isinstance(solve.top_k, int) else a.n_layers
-    read = input_set((layout.source, layout.target), "keys", range(chosen), solve.support, inputs, range(len(read_lags)))
-    blocks = 2 * (b.n_layers - (1 if read_lags else 0))
+    reads = {kind: input_set(pair, kind, range(chosen), solve.support, inputs, range(len(read_lags))) for kind in KINDS}
+    targets: list[Block] = [(kind, layer_index) for kind in KINDS for layer_index in range(1 if read_lags else 0, b.n_layers)]
+    read = reads["keys"]
     split_bytes, shifts = layout.split_bytes, sum(array.chunk_bytes for array in layout.shifts)
     # The buffer is emptied when the next batch does not fit in.
     capacity, batch = buffer_tokens(layout, options.memory_budget), options.batch_size * kept
@@ -211,22 +215,22 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
         traffic_bytes=(2 * commits - 1) * 2 * split_bytes,
         forward_flops=2.0 * (a.parameters + b.parameters) * capture.num_sequences * capture.seq_len,
         statistics_flops=per_token * tokens,
-        solve_flops=_solve_flops(read, blocks, chosen == a.n_layers, 1 if solve.penalty != "auto" else len(PENALTIES)),
+        solve_flops=_solve_flops(read, targets, chosen == a.n_layers, 1 if solve.penalty != "auto" else len(PENALTIES)),
         solve_bytes=least_bytes(read, "float64", basis=solve.rank != "none" and inputs == "both" and solve.support == "full"),
-        bundle_bytes=item * read.n_inputs * blocks * b.n_heads * b.head_dim + 4 * blocks * b.n_heads * b.head_dim,
+        bundle_bytes=sum(layout.target.width_of(*block) * (item * reads[block[0]].n_inputs + 4) for block in targets),
         evaluate_flops=2.0 * (a.parameters + b.parameters) * EVALUATION_TOKENS,
-        maps=map_options(layout.source, layout.target, prefill, n_lags=len(lags), rates=rates),
+        maps=map_options(*pair, prefill, n_lags=len(lags), rates=rates),
         gpus=options.gpus,
         rates=rates,
     )
 
 
-def _solve_flops(read: InputSet, blocks: int, shared: bool, penalties: int) -> float:
+def _solve_flops(read: InputSet, targets: list[Block], shared: bool, penalties: int) -> float:
     """Operations of probing single layers, and of one factorisation per distinct set and penalty with solves and scores."""
-    f, outputs, panels = float(read.n_inputs), blocks * read.target.width, len(read.panels)
+    f, outputs, panels = float(read.n_inputs), sum(read.target.width_of(*block) for block in targets), len(read.panels)
     one = f / len(read.source_layers)
     probes = read.source.n_layers * (2 * panels * one**3 / 3 + 4.0 * one * one * outputs)
-    systems = panels * (2 if shared else blocks)
+    systems = panels * (2 if shared else len(targets))
     # Every penalty is solved once to find the best, which is then solved again for the result.
     return probes + (penalties + (penalties > 1)) * (systems * f**3 / 3 + 4.0 * f * f * outputs)
 
@@ -252,12 +256,16 @@ def _spec(geometry: Geometry) -> ModelSpec:
     return ModelSpec(
         ref=geometry.name, revision=None, family="", n_layers=n, n_heads=geometry.n_heads, head_dim=geometry.head_dim,
         n_query_heads=n_query, windows=(None,) * n, rope=RopeSpec((), (None,) * n), tokenizer_fingerprint="",
-        config_digest="", weight_fingerprint="", dtype="", quantisation=None,
+        config_digest="", weight_fingerprint="", dtype="", quantisation=None, geometry=geometry.layers,
     )  # fmt: skip
 
 
 def _shape(geometry: Geometry) -> str:
-    shape = f"{geometry.n_layers} layers x {geometry.n_heads} KV heads x {geometry.head_dim}"
+    alike = ((geometry.n_heads, geometry.head_dim, geometry.head_dim),) * geometry.n_layers
+    shape = " and ".join(
+        f"{count} layers x {heads} KV heads x {size}" + ("" if value == size else f" (values {value})")
+        for (heads, size, value), count in Counter(geometry.layers or alike).items()
+    )
     return f"{geometry.name}: {shape}, {_count(geometry.parameters)} parameters"
 
 

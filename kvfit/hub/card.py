@@ -17,7 +17,7 @@ from kvfit.bundle.records import one_line, value_at
 from kvfit.errors import BundleError
 from kvfit.hub.quality import cost_text, judged_arguments, quality_table, verdict_reasons, where_measured
 from kvfit.hub.refs import is_repository
-from kvfit.spec import KINDS, Kind
+from kvfit.spec import KINDS, Kind, ModelSpec
 
 # A card that ends with this line was made by kvfit and is made again when a bundle is pushed. Other cards are never replaced.
 MARK = "<!-- made by kvfit from the files of this folder; remove this line to keep your own text -->"
@@ -70,7 +70,7 @@ def render_card(bundle: Bundle, *, ref: str | None = None, license: str | None =
         moved_tokens=_moved_tokens(evaluation),
         cost=cost_text(value_at(bundle.solve, "cost")),
         text=where_measured(evaluation),
-        pair=[(label, getattr(spec.source, name), getattr(spec.target, name)) for label, name in _OF_MODEL.items()],
+        pair=[(label, *(_of_model(model, name) for model in (spec.source, spec.target))) for label, name in _OF_MODEL.items()],
         recipe=[row for row in _recipe(bundle) if row[1] is not None],
         fit=[_fit(bundle, kind) for kind in KINDS],
         r2_maps=[(kind, lines) for kind in KINDS if (lines := _r2_map(bundle, kind))],
@@ -145,6 +145,14 @@ def check_metadata(text: str, name: str) -> dict[str, Any]:
     if found.get("library_name") != "kvfit":
         raise BundleError(f"card of {name}, metadata field library_name: found {found.get('library_name')!r}, needed 'kvfit'")
     return found
+
+
+def _of_model(model: ModelSpec, name: str) -> Any:
+    """A field of a spec; of heads that differ by layer the range."""
+    if name not in ("n_heads", "head_dim") or model.geometry is None:
+        return getattr(model, name)
+    found = [number for heads in model.geometry for number in (heads[:1] if name == "n_heads" else heads[1:])]
+    return f"{min(found)} to {max(found)}, by layer" if len(set(found)) > 1 else found[0]
 
 
 def _is_fit(field: str, item: Any) -> bool:

@@ -174,6 +174,10 @@ def _describe(opened: RouterFolder, role: str, ref: str, revision: str | None, o
     if not seen.supported:
         raise UnsupportedModelError(str(seen.reason))
     spec = describe_model(loaded.model, tokenizer, ref=loaded.ref, revision=loaded.revision)
+    if spec.geometry is not None:
+        _compare(
+            opened, "head_dim", f"{role} model {spec.ref} with", "heads that differ by layer", "the same in all layers", ""
+        )
     for name, found, needed in (
         ("num_kv_heads", spec.n_heads, wanted.num_kv_heads),
         ("head_dim", spec.head_dim, wanted.head_dim),

@@ -243,6 +243,8 @@ def _check_models(spec: MapperSpec) -> None:
     if source.dtype not in PRECISIONS:
         raise _not_expressible("source.dtype", source.dtype, f"one of {', '.join(PRECISIONS)}")
     for role, model in (("source", source), ("target", target)):
+        if model.geometry is not None:
+            raise _not_expressible(f"{role}.geometry", "heads that differ by layer", "the same in all: the layout has one size")
         if not is_repository(model.ref):
             raise _not_expressible(
                 f"{role}.ref", repr(model.ref), "org/name on the Hub: the layout names a model by that and a commit"

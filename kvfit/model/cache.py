@@ -16,7 +16,7 @@ from torch import Tensor
 from kvfit.errors import MismatchError
 from kvfit.model.decoder import cached_heads, family, layer_devices, text_config, unwrapped
 from kvfit.model.forward import base_model, cache_argument, forward
-from kvfit.model.reading import LayerState, Pair, cache_length, first_nonfinite, layer_states, read_cache
+from kvfit.model.reading import LayerState, Pair, cache_length, first_nonfinite, layer_states, own_layers, read_cache
 
 __all__ = [
     "LayerState",
@@ -37,6 +37,7 @@ __all__ = [
     "layer_states",
     "layer_windows",
     "new_cache",
+    "own_layers",
     "place",
     "read_cache",
     "recording_cache",
@@ -77,7 +78,7 @@ def recording_cache(on_update: Callable[[int, Tensor, Tensor], None], model: Any
 
 def layer_windows(model: Any, n_layers: int) -> tuple[int | None, ...]:
     """Per layer, the sliding window in tokens, or None. The model's own cache says how much it keeps."""
-    layers = new_cache(model).layers
+    layers = own_layers(new_cache(model))
     if not layers:  # older versions create the layers of a cache without windows as they are filled
         return (None,) * n_layers
     windows = (getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in layers)
@@ -123,8 +124,7 @@ def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
     if not held:
         return
     # Layers that reuse an earlier layer's keys come last. A cache that grew while it was filled may not contain them.
-    own = [index for index, layer in enumerate(new_cache(model).layers) if type(layer).__name__ != "DummyLayer"]
-    least = own[-1] + 1 if own else int(text_config(model).num_hidden_layers)
+    least = len(own_layers(new_cache(model))) or int(text_config(model).num_hidden_layers)
     most = max(least, int(text_config(model).num_hidden_layers))
     found = len(cache.layers)
     advice = "a cache that this model has filled, or that was mapped for it"
@@ -169,7 +169,7 @@ def cache_dtype(model: Any) -> torch.dtype:
 
 def drops_tokens(cache: Any) -> bool:
     """Whether a layer keeps only its window, so that cropping cannot bring back the tokens that it has dropped."""
-    return any(_drops_tokens(layer) for layer in cache.layers)
+    return any(_drops_tokens(layer) for layer in own_layers(cache))
 
 
 def _drops_tokens(layer: Any) -> bool:
@@ -187,7 +187,8 @@ def crop(cache: Any, length: int) -> None:
         return
     if not 0 <= length < held:
         raise MismatchError(f"cache: found {held} tokens, needed at least {length}")
-    for index, layer in enumerate(cache.layers):
+    layers = own_layers(cache)
+    for index, layer in enumerate(layers):
         if int(layer.get_seq_length()) > layer.keys.shape[-2]:
             raise MismatchError(
                 f"cache layer {index}: found a sliding window that has dropped tokens, needed all of them to crop: "
@@ -197,7 +198,7 @@ def crop(cache: Any, length: int) -> None:
             raise MismatchError(
                 f"cache layer {index}: found a static layer that this transformers cannot crop, needed a dynamic one"
             )
-    for layer in cache.layers:
+    for layer in layers:
         if "Static" in type(layer).__name__:
             layer.crop(length - held)
         else:  # the argument of a layer's own crop, and its effect on a window, differ between versions

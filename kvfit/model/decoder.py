@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,11 +49,40 @@ def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
             return {}
         head_dim = width // n_query
     found: dict[int, tuple[int, int]] = {}
+    for layer_index, attention in _attentions(model):
+        same_size = getattr(attention, "head_dim", head_dim) == head_dim  # other heads may come to the same width
+        if same_size and getattr(attention.k_proj, "out_features", None) == heads * head_dim:
+            found[layer_index] = (heads, head_dim)
+    return found
+
+
+def projected_heads(model: Any) -> dict[int, tuple[int, int, int]]:
+    """Per decoder layer its key/value heads and the size of a key and of a value, as its projections and head size say.
+
+    Left out are layers whose attention has no projection of its own for keys or does not say its head size.
+    """
+    found: dict[int, tuple[int, int, int]] = {}
+    for layer_index, attention in _attentions(model):
+        width, size = getattr(attention.k_proj, "out_features", None), getattr(attention, "head_dim", None)
+        if isinstance(width, int) and isinstance(size, int) and size > 0 and width % size == 0:
+            heads = width // size
+            of_values = getattr(getattr(attention, "v_proj", None), "out_features", width)  # values made of keys are as wide
+            found[layer_index] = (heads, size, of_values // heads)
+    return found
+
+
+def owning_layers(model: Any) -> int:
+    """Decoder layers that own keys and values; in some families the last ones read those of earlier layers."""
+    config = text_config(model)
+    return int(config.num_hidden_layers) - (setting(config, "num_kv_shared_layers") or 0)
+
+
+def _attentions(model: Any) -> Iterator[tuple[int, Any]]:
+    """The modules with a ``k_proj``, and their layers."""
     for path, module in unwrapped(model).named_modules():
         place = layer_path(path)
-        if place is not None and place[1].endswith("k_proj") and getattr(module, "out_features", None) == heads * head_dim:
-            found[place[0]] = (heads, head_dim)
-    return found
+        if place is not None and getattr(module, "k_proj", None) is not None:
+            yield place[0], module
 
 
 def decoder_parameters(model: Any) -> int:

@@ -52,7 +52,8 @@ def forward(
         base: skip the language-model head.
 
     Returns:
-        (B, T_new or `logits_to_keep`, vocabulary) logits, or with `base` the (B, T_new, hidden) last hidden state.
+        (B, T_new or `logits_to_keep`, vocabulary) logits, or with `base` the (B, T_new, hidden) last hidden state; where layers
+        that own no keys and values come last, of the last token only.
 
     Raises:
         MismatchError: the mask or the positions have the wrong shape, with which transformers would silently compute wrong
@@ -78,7 +79,11 @@ def forward(
         arguments["position_ids"] = position_ids
     arguments[cache_argument(model)] = cache
     if base:
-        return base_model(model)(input_ids=input_ids, use_cache=True, **arguments)[0]  # type: ignore[no-any-return]
+        inner = base_model(model)
+        if "logits_to_keep" in inspect.signature(inner.forward).parameters:
+            # Layers that read an earlier one's keys and values add nothing to the cache; `generate` spares them too.
+            arguments["logits_to_keep"] = 1
+        return inner(input_ids=input_ids, use_cache=True, **arguments)[0]  # type: ignore[no-any-return]
     if logits_to_keep is not None and "logits_to_keep" in inspect.signature(unwrapped(model).forward).parameters:
         arguments["logits_to_keep"] = logits_to_keep
     logits: Tensor = model(input_ids=input_ids, use_cache=True, **arguments).logits
@@ -90,6 +95,8 @@ def base_model(model: Any) -> Any:
     inner = unwrapped(model)
     for name in ("base_model", "model", "transformer", "language_model"):
         base = getattr(inner, name, None)
-        if base is not None and base is not inner and "logits_to_keep" not in inspect.signature(base.forward).parameters:
+        if base is None or base is inner:
+            continue
+        if "logits_to_keep" not in inspect.signature(base.forward).parameters or base.get_output_embeddings() is None:
             return base
     raise UnsupportedModelError(f"{family(model)}: found no base model without a language-model head")

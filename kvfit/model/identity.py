@@ -10,7 +10,7 @@ import torch
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.content import content_of, derived_digest, part_digests
-from kvfit.model.decoder import family, setting, text_config, unwrapped
+from kvfit.model.decoder import family, owning_layers, setting, text_config, unwrapped
 from kvfit.model.digests import (
     config_digest,
     id_count,
@@ -60,6 +60,7 @@ def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None
         quantisation=quantisation(model.config),
         content=content_of(model, id_count(tokenizer)),
         tokenization_digest=tokenization_digest(tokenizer),
+        geometry=seen.geometry,
     )
 
 
@@ -83,11 +84,12 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
     model = unwrapped(model)
     config = text_config(model)
     _compare(spec, "family", spec.family, family(model))
-    _compare(spec, "n_layers", spec.n_layers, int(config.num_hidden_layers))
+    _compare(spec, "n_layers", spec.n_layers, owning_layers(model))
     _compare(spec, "n_query_heads", spec.n_query_heads, int(config.num_attention_heads))
     heads, head_dim = _configured_heads(config)
-    _compare(spec, "n_heads", spec.n_heads, spec.n_heads if heads is None else heads)
-    _compare(spec, "head_dim", spec.head_dim, spec.head_dim if head_dim is None else head_dim)
+    if spec.geometry is None:  # what differs by layer a configuration does not say under one name
+        _compare(spec, "n_heads", spec.n_heads, spec.n_heads if heads is None else heads)
+        _compare(spec, "head_dim", spec.head_dim, spec.head_dim if head_dim is None else head_dim)
     _compare(spec, "windows", spec.windows, caches.layer_windows(model, spec.n_layers))
     _check_tables(spec, model)
     _compare(spec, "config_digest", spec.config_digest, config_digest(model.config))

@@ -29,7 +29,7 @@ def read_cache(cache: Any) -> list[Pair]:
     if isinstance(cache, Sequence) and not hasattr(cache, "layers"):
         pairs = [_plain_pair(item, index) for index, item in enumerate(cache)]
     elif hasattr(cache, "layers"):
-        pairs = [_layer_pair(layer, index) for index, layer in enumerate(cache.layers)]
+        pairs = [_layer_pair(layer, index) for index, layer in enumerate(own_layers(cache))]
     else:
         field = next((name for name in ("cache", "past_key_values") if getattr(cache, name, None) is not None), None)
         advice = "" if field is None else f": pass its .{field}"  # it is the output of a model
@@ -51,6 +51,14 @@ def read_cache(cache: Any) -> list[Pair]:
                     f"needed {first.shape[0]} and {first.shape[2]} as layer 0 has"
                 )
     return pairs
+
+
+def own_layers(cache: Any) -> list[Any]:
+    """The layers of a transformers cache, without the places at its end of decoder layers that read an earlier one's."""
+    layers = list(cache.layers)
+    while layers and type(layers[-1]).__name__ == "DummyLayer":
+        layers.pop()
+    return layers
 
 
 def _plain_pair(item: Any, index: int) -> Pair:
@@ -122,9 +130,9 @@ def layer_states(cache: Any) -> list[LayerState]:
     if not hasattr(cache, "layers"):
         raise MismatchError(f"cache: found {type(cache).__name__}, needed a transformers Cache with layers")
     states = []
-    for layer in cache.layers:
+    for layer in own_layers(cache):
         keys = getattr(layer, "keys", None)
-        length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0  # some layers reuse the keys of another
+        length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0  # some layers hold no keys
         capacity = None if getattr(layer, "is_sliding", False) else getattr(layer, "max_cache_len", None)
         states.append(LayerState(length, keys if keys is not None and keys.dim() == 4 else None, capacity))
     return states

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvfit.errors import KvfitError
 from kvfit.model.axes import refuse_several_axes
-from kvfit.model.decoder import setting, some_tokens, text_config, unwrapped
+from kvfit.model.decoder import owning_layers, setting, some_tokens, text_config, unwrapped
 from kvfit.model.rope import angles, rotate
+from kvfit.model.sharing import refuse_private_sharing
 from kvfit.model.tables import longest_position, rotary_tables
 from kvfit.model.trace import LayerTrace, refusal, trace
 from kvfit.spec import Pairing, RopeSpec, RopeTable
@@ -35,15 +36,17 @@ class Probe:
     head_dim: int
     dtype: str
     rope: RopeSpec
+    geometry: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass
 class _Layer:
     """For each pass: positions (T,), candidates for the keys that the layer's rotary function was given, and its cached keys.
 
-    The candidates are None if the layer does not rotate.
+    The candidates are None if the layer does not rotate. `heads` is the layer's entry in `ModelSpec.geometry`.
     """
 
+    heads: tuple[int, ...]
     passes: list[tuple[Tensor, tuple[Tensor, ...] | None, Tensor]]
 
 
@@ -68,7 +71,10 @@ def probe(model: Any) -> Probe:
     if rotary_tables(model) != candidates:
         raise refusal(model, None, "its inverse frequencies change with the length of the input")
     _check_owners(model, layers)
-    keys = layers[0].passes[0][2]
+    refuse_private_sharing(model)
+    dtype = layers[0].passes[0][2].dtype
+    geometry = tuple(layers[index].heads for index in range(len(layers)))
+    n_heads, head_dim, _ = geometry[0]
     tables: list[RopeTable] = []
     assignment: list[int | None] = []
     for layer_index in range(len(layers)):
@@ -78,7 +84,9 @@ def probe(model: Any) -> Probe:
         assignment.append(None if table is None else tables.index(table))
     if any(table is not None for table in assignment):
         refuse_several_axes(model, far)
-    return Probe(len(layers), keys.shape[1], keys.shape[3], dtype_name(keys.dtype), RopeSpec(tuple(tables), tuple(assignment)))
+    rope = RopeSpec(tuple(tables), tuple(assignment))
+    alike = set(geometry) == {(n_heads, head_dim, head_dim)}
+    return Probe(len(layers), n_heads, head_dim, dtype_name(dtype), rope, None if alike else geometry)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -138,9 +146,6 @@ def refuse_by_name(model: Any) -> None:
         raise refusal(model, layer_index, "cross attention keeps keys and values of an encoder")
     if setting(config, "kv_lora_rank"):
         raise refusal(model, None, "latent attention caches a compressed latent, not keys and values per head")
-    shared = setting(config, "num_kv_shared_layers") or 0
-    if shared:
-        raise refusal(model, config.num_hidden_layers - shared, "the layer shares the keys and values of an earlier layer")
     for layer_index, kind in enumerate(setting(config, "layer_types") or ()):
         if kind == "chunked_attention":
             reason = "chunked attention: which keys a token sees depends on where its chunk begins, which no window describes"
@@ -162,15 +167,17 @@ def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:
 
     def on_layer(event: LayerTrace) -> None:
         order.append(event.layer_index)
-        if event.keys.shape != event.values.shape or event.keys.dim() != 4:
-            shapes = f"{tuple(event.keys.shape)} and {tuple(event.values.shape)}"
-            raise refusal(model, event.layer_index, f"found keys and values of shapes {shapes}, needed one shape (B, H, T, D)")
+        keys, values = event.keys, event.values
+        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+            shapes = f"{tuple(keys.shape)} and {tuple(values.shape)}"
+            raise refusal(model, event.layer_index, f"found keys and values of shapes {shapes}, needed one number of heads")
         try:
             given = event.given_keys()
         except ValueError as reason:
             raise refusal(model, event.layer_index, str(reason)) from None
         kept = None if given is None else tuple(tensor.cpu() for tensor in given)
-        layers.setdefault(event.layer_index, _Layer([])).passes.append((positions.cpu(), kept, event.keys.detach().cpu()))
+        layer = layers.setdefault(event.layer_index, _Layer((keys.shape[1], keys.shape[3], values.shape[3]), []))
+        layer.passes.append((positions.cpu(), kept, keys.detach().cpu()))
 
     try:
         trace(model, input_ids, on_layer, position_ids=positions[None] if first else None)
@@ -184,17 +191,13 @@ def _watch(model: Any, first: int, layers: dict[int, _Layer]) -> None:
 
 
 def _check_owners(model: Any, layers: dict[int, _Layer]) -> None:
-    """Refuse a model unless every decoder layer has keys and values of its own, all of one geometry."""
-    expected = int(text_config(model).num_hidden_layers)
+    """Refuse a model unless every decoder layer has keys and values of its own, apart from last ones that reuse others'."""
+    expected = owning_layers(model)
     for layer_index in range(max(expected, len(layers))):
         if layer_index not in layers:
             raise refusal(model, layer_index, "the layer owns no keys and values")
-    first = layers[0].passes[0][2].shape
-    for layer_index, layer in layers.items():
-        shape = layer.passes[0][2].shape
-        if shape != first:
-            found, needed = f"{shape[1]} heads of size {shape[3]}", f"{first[1]} of size {first[3]} as layer 0 has"
-            raise refusal(model, layer_index, f"found {found}, needed {needed}: one geometry for all layers")
+    if len(layers) > expected:
+        raise refusal(model, expected, "the layer owns keys and values, its configuration says that it reads an earlier one's")
 
 
 def _assign(

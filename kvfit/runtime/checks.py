@@ -32,7 +32,7 @@ def check_source(source: ModelSpec, pairs: Pairs, positions: Tensor | None = Non
         raise MismatchError(f"source cache: found {len(pairs)} layers, needed {source.n_layers} as {source.ref} has")
     batch, _, total, _ = pairs[0][0].shape
     for layer_index, pair in enumerate(pairs):
-        _check_pair(pair, f"of layer {layer_index}", (batch, source.n_heads, total, source.head_dim), pairs[0][0].dtype)
+        _check_pair(pair, layer_index, source, (batch, total), pairs[0][0].dtype)
     if positions is None:
         return
     if tuple(positions.shape) not in {(total,), (batch, total)}:
@@ -43,14 +43,17 @@ def check_source(source: ModelSpec, pairs: Pairs, positions: Tensor | None = Non
         raise MismatchError(f"positions: found {positions.dtype}, needed whole numbers")
 
 
-def _check_pair(pair: tuple[Tensor, Tensor], where: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check_pair(
+    pair: tuple[Tensor, Tensor], layer_index: int, model: ModelSpec, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
     for kind, tensor in zip(KINDS, pair, strict=True):
+        heads, size = model.shape(kind, layer_index)
+        shape, where = (sizes[0], heads, sizes[1], size), f"source cache, {kind} of layer {layer_index}"
         if tuple(tensor.shape) != shape:
-            raise MismatchError(f"source cache, {kind} {where}: found shape {tuple(tensor.shape)}, needed {shape}")
+            raise MismatchError(f"{where}: found shape {tuple(tensor.shape)}, needed {shape}")
         if tensor.dtype != dtype or dtype not in DTYPES:
             raise MismatchError(
-                f"source cache, {kind} {where}: found {tensor.dtype}, needed one of {', '.join(map(str, DTYPES))}, "
-                "the same for all layers"
+                f"{where}: found {tensor.dtype}, needed one of {', '.join(map(str, DTYPES))}, the same for all layers"
             )
 
 
@@ -89,7 +92,7 @@ def check_target(
             continue
         where = f"{name}, layer {layer_index}"
         if state.keys is not None:
-            found, needed = (*state.keys.shape[:2], state.keys.shape[3]), (batch, target.n_heads, target.head_dim)
+            found, needed = (*state.keys.shape[:2], state.keys.shape[3]), (batch, *target.shape("keys", layer_index))
             if found != needed:
                 raise MismatchError(f"{where}: found batch, heads and head size {found}, needed {needed}")
         if state.capacity is not None and total > state.capacity:
@@ -119,8 +122,9 @@ def check_first_layer(target: ModelSpec, pair: Any, batch: int, total: int) -> t
     """
     if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(half, Tensor) for half in pair):
         raise MismatchError(f"first_layer: found {type(pair).__name__}, needed a pair of tensors (keys, values)")
-    needed = (batch, target.n_heads, total, target.head_dim)
     for kind, half in zip(KINDS, pair, strict=True):
+        heads, size = target.shape(kind, 0)
+        needed = (batch, heads, total, size)
         if tuple(half.shape) != needed or half.dtype not in DTYPES:
             raise MismatchError(f"first_layer, {kind}: found shape {tuple(half.shape)} of {half.dtype}, needed {needed}")
     return pair[0], pair[1]

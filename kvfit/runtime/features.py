@@ -27,7 +27,7 @@ class Columns:
 
     Attributes:
         read: per kind, the source layers whose keys or values at least one map reads, ascending.
-        block: features of one source layer in one row: H * D, or D if support is ``head``.
+        blocks: per (kind, source layer), its columns as [start, stop): H * D of them, or D if support is ``head``.
         lexical: first column of the lexical inputs.
         width: number of columns of the matrix.
         runs: per (kind, target layer), the columns that its map reads, as [start, stop) in the order of the weight's rows.
@@ -35,25 +35,24 @@ class Columns:
 
     def __init__(self, spec: MapperSpec, wanted: Sequence[int]) -> None:
         """Lay out the inputs of the maps of some target layers."""
-        full = spec.support == "full"
-        self.block = spec.source.width if full else spec.source.head_dim
         self.read: dict[Kind, tuple[int, ...]] = {}
         for kind in KINDS:
             readers = KINDS if spec.inputs == "both" else (kind,)
             chosen = {i for layer in wanted for reader in readers for i in spec.layer(reader, layer).source_layers}
             self.read[kind] = tuple(sorted(chosen))
-        starts: dict[tuple[Kind, int], int] = {}
+        self.blocks: dict[tuple[Kind, int], tuple[int, int]] = {}
+        self.lexical = 0
         for kind in KINDS:
             for layer_index in self.read[kind]:
-                starts[kind, layer_index] = len(starts) * self.block
-        self.starts = starts
-        self.lexical = len(starts) * self.block
-        self.width = self.lexical + len(spec.lexical_lags) * 2 * spec.target.width
+                heads, size = spec.source.shape(kind, layer_index)
+                start, self.lexical = self.lexical, self.lexical + size * (heads if spec.support == "full" else 1)
+                self.blocks[kind, layer_index] = (start, self.lexical)
+        self.width = self.lexical + len(spec.lexical_lags) * spec.target.first_width
         self.runs: dict[tuple[Kind, int], Runs] = {}
         for layer_index in wanted:
             for kind in KINDS:
                 blocks = [
-                    (starts[read, i], starts[read, i] + self.block)
+                    self.blocks[read, i]
                     for read in (KINDS if spec.inputs == "both" else (kind,))
                     for i in spec.layer(kind, layer_index).source_layers
                 ]
@@ -185,14 +184,14 @@ def read_inputs(
     buffers: Buffers,
 ) -> None:
     """Write the source's inputs of one chunk into `out`: (1, n, width), or (H_source, n, width) if support is ``head``."""
-    heads, head_dim = spec.source.n_heads, spec.source.head_dim
     batch, n_tokens = part.of(pairs[0][0]).shape[0:3:2]
     seen = out.view(-1, batch, n_tokens, columns.width)  # (1 or H, B, T, width)
     wide = torch.promote_types(out.dtype, torch.float32)
-    for (kind, layer_index), start in columns.starts.items():
-        block = seen[..., start : start + columns.block]
+    for (kind, layer_index), (start, stop) in columns.blocks.items():
+        block = seen[..., start:stop]
         if spec.support == "full":
-            features = block[0].view(batch, n_tokens, heads, head_dim).transpose(1, 2)  # (B, H, T, D)
+            shape = spec.source.shape(kind, layer_index)
+            features = block[0].view(batch, n_tokens, *shape).transpose(1, 2)  # (B, H, T, D)
         else:
             features = block.transpose(0, 1)
         states = part.of(pairs[layer_index][KINDS.index(kind)])

@@ -13,7 +13,7 @@ from kvfit.model.first_layer import first_layer as compute_first_layer
 from kvfit.runtime.checks import check_first_layer, check_ids
 from kvfit.runtime.features import Angles, Buffers, Pairs, Part, Tables, moved_to
 from kvfit.runtime.known import KnownModels
-from kvfit.spec import MapperSpec
+from kvfit.spec import KINDS, MapperSpec
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,14 @@ class Lexical:
             device: device of the inputs.
         """
         keys, values = (moved_to(half, device) for half in pair)
-        batch, n_heads, held, head_dim = keys.shape
+        batch, _, held, _ = keys.shape
         total = positions.shape[-1]
         offset = total - held
-        self._rows = torch.empty(batch, held, 2, n_heads, head_dim, dtype=dtype, device=device)
-        seen_keys, seen_values = (self._rows[:, :, half].transpose(1, 2) for half in (0, 1))
+        self._rows = torch.empty(batch, held, spec.target.first_width, dtype=dtype, device=device)
+        parts = torch.split(self._rows, [spec.target.width_of(kind, 0) for kind in KINDS], -1)
+        seen_keys, seen_values = (
+            part.view(batch, held, *spec.target.shape(kind, 0)).transpose(1, 2) for kind, part in zip(KINDS, parts, strict=True)
+        )
         seen_values.copy_(values)
         number = tables.target[0]
         if number is None:
@@ -106,7 +109,7 @@ class Lexical:
             turned = torch.empty(keys.shape, dtype=wide, device=device)
             Angles(tables, positions[..., offset:]).turn(turned, keys.to(wide), number, inverse=True)
             seen_keys.copy_(turned)
-        self._rows = self._rows.view(batch * held, 2 * spec.target.width)
+        self._rows = self._rows.view(batch * held, -1)
         positions = moved_to(positions, device).expand(batch, total)
         earlier = (positions - positions.amin(-1, keepdim=True))[:, start:]  # number of tokens before each one in its sequence
         own = torch.arange(start - offset, held, device=device)
@@ -115,7 +118,7 @@ class Lexical:
         self._index = torch.stack([first_row + (own - earlier.clamp(max=lag)).clamp(min=0) for lag in spec.lexical_lags])
 
     def write(self, out: Tensor, part: Part, buffers: Buffers) -> None:
-        """Write the inputs of one chunk of n tokens into `out`, (n, lags * 2 * H * D) with any strides."""
+        """Write the inputs of one chunk of n tokens into `out`, (n, lags * `first_width`) with any strides."""
         width = self._rows.shape[1]
         for place, index in enumerate(self._index):
             index = index[part.rows, part.tokens].reshape(-1)

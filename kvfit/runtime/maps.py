@@ -62,7 +62,7 @@ class Maps:
             where = f"{layer.kind} of target layer {layer.layer_index}"
             found = self.weights.get((layer.kind, layer.layer_index))
             shapes = None if found is None else (tuple(found[0].shape), tuple(found[1].shape))
-            needed = (spec.weight_shape(layer.kind, layer.layer_index), (spec.target.width,))
+            needed = (spec.weight_shape(layer.kind, layer.layer_index), (spec.target.width_of(layer.kind, layer.layer_index),))
             if found is None or shapes != needed:
                 raise MismatchError(f"{where}: found weight and bias {shapes}, needed {needed}")
             dtypes.update(part.dtype for part in found)

@@ -192,7 +192,7 @@ class Mover:
         # A windowed layer drops tokens that a token which is run again may need.
         work = full_copy(cache) if tokens is not None and any(window is not None for window in windows) else cache
         if tokens is not None and work is cache and not mapped:  # the caller may share this memory
-            for layer in work.layers:
+            for layer in caches.own_layers(work):
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         n_exact = self._fill(work, mapped, parts)
         n_mapped = caches.cache_length(work) - before - n_exact

@@ -52,7 +52,7 @@ def check_ran(cache: Any, ranges: Sequence[tuple[int, int]], mask: Tensor | None
         if stop <= start:
             continue
         pairs = []
-        for layer, state in zip(cache.layers, caches.layer_states(cache), strict=True):
+        for layer, state in zip(caches.own_layers(cache), caches.layer_states(cache), strict=True):
             if state.keys is None:
                 continue
             # A windowed layer has dropped its first tokens. A static layer has memory beyond its last token.

@@ -4,7 +4,7 @@ A map loses exact content: a code, a name, a number. The source still has the co
 the tokens that the next answer needs. So the source reads the last few tokens again on its own cache and drafts the first
 tokens of the answer, and the attention of these queries tells which tokens the target should run again:
 
-    weights   attention of each query over the prefix without its first token, for every layer and head
+    weights   attention of each query over the prefix without its first token, for every head of the layers with own keys
     heads     per query, the mean of the 16 heads with the largest single weight
     worth     of a token: its weight for the last query of the question, or a fraction of its largest weight for another query
     windows   16 adjacent tokens each, the largest sum first, until the budget is used

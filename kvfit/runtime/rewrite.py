@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError, UnsupportedModelError
-from kvfit.model.cache import base_model, cache_argument, cache_dtype, full_cache, place
+from kvfit.model.cache import base_model, cache_argument, cache_dtype, full_cache, own_layers, place
 from kvfit.model.decoder import family, input_device, text_config, unwrapped
 
 # Tokens that are run at a time, to bound the memory of the mask, which has a row as long as the sequence for each of them. A
@@ -34,7 +34,7 @@ def refuse_static(cache: Any) -> None:
 def full_copy(cache: Any) -> Any:
     """A `full_cache` of the same tokens. Those that a windowed layer has dropped are zeros and must not be attended to."""
     full = full_cache()
-    for layer_index, layer in enumerate(cache.layers):
+    for layer_index, layer in enumerate(own_layers(cache)):
         if (seen := int(layer.get_seq_length())) == 0:
             continue
         halves = [
@@ -131,7 +131,7 @@ def _masks(model: Any, tokens: Tensor, real: Tensor, padded: bool, windows: Sequ
 
     if len(set(windows)) == 1:
         return additive(windows[0])
-    kinds = text_config(model).layer_types  # models that mix windows take a mask per layer type
+    kinds = text_config(model).layer_types[: len(windows)]  # models that mix windows take a mask per layer type
     return {kind: additive(window) for kind, window in dict(zip(kinds, windows, strict=True)).items()}
 
 

@@ -122,7 +122,7 @@ class Transfer:
     def all_layers(self) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys and values (B, H, T, D) of every requested layer, computed chunk by chunk with one chunk's inputs in memory."""
         exact = dict(self._exact_layers())
-        out = {layer_index: self._empty(place) for layer_index, place in self.places.items()}
+        out = {layer_index: self._empty(layer_index, place) for layer_index, place in self.places.items()}
         for chunk in self._chunks(None) if out else ():
             for layer_index, halves in out.items():
                 self._write_layer(chunk, layer_index, halves)
@@ -138,7 +138,7 @@ class Transfer:
         for _, pair in self._exact_layers():
             yield pair
         for layer_index, place in self.places.items():
-            halves = self._empty(place)
+            halves = self._empty(layer_index, place)
             for chunk in chunks:
                 self._write_layer(chunk, layer_index, halves)
             yield _heads_first(halves)
@@ -155,10 +155,10 @@ class Transfer:
             )
             yield layer_index, (keys, values)
 
-    def _empty(self, place: Place) -> tuple[Tensor, Tensor]:
+    def _empty(self, layer_index: int, place: Place) -> tuple[Tensor, Tensor]:
         # (B, T, H, D) is the layout of a matrix product's rows, so the product can be written in place.
-        shape = (self.batch, self.total, self.spec.target.n_heads, self.spec.target.head_dim)
-        keys, values = (torch.empty(shape, dtype=place.dtype, device=place.device) for _ in KINDS)
+        shapes = [(self.batch, self.total, *self.spec.target.shape(kind, layer_index)) for kind in KINDS]
+        keys, values = (torch.empty(shape, dtype=place.dtype, device=place.device) for shape in shapes)
         return keys, values
 
     def _chunks(self, out: Tensor | None) -> Iterator[_Chunk]:
@@ -198,7 +198,7 @@ class Transfer:
             take, shape, device = self.buffers.take, tuple(result.shape), weight.device
             product = result if direct and table is None else take("product", shape, weight.dtype, device)
             runs = ((0, weight.shape[-2]),) if self.maps.basis is not None else self.columns.runs[kind, layer_index]
-            self._product(chunk, runs, weight, bias, product.view(-1, self.spec.target.width))
+            self._product(chunk, runs, weight, bias, product.view(-1, self.spec.target.width_of(kind, layer_index)))
             if table is not None:
                 wide = torch.promote_types(weight.dtype, torch.float32)
                 if wide != weight.dtype:

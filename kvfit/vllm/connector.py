@@ -25,7 +25,7 @@ from kvfit.vllm.loading import Loader
 from kvfit.vllm.metrics import KvfitPromMetrics, KvfitStats
 from kvfit.vllm.options import connector_options
 from kvfit.vllm.plans import Load, LoadPlanner, Save
-from kvfit.vllm.requirements import check_configuration
+from kvfit.vllm.requirements import check_configuration, check_mapper
 from kvfit.vllm.saving import Saver
 from kvfit.vllm.scheduling import LoadScheduling, SaveScheduling
 from kvfit.vllm.store import open_store
@@ -77,6 +77,7 @@ class KvfitConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._mapper = None
         if options.mapper is not None:
             self._mapper = load_mapper(options.mapper, require=options.require)
+            check_mapper(self._mapper.spec)
         self._scheduling: LoadScheduling | SaveScheduling | None = None
         self._worker: Loader | Saver | None = None
         self._failures: dict[str, str] = {}

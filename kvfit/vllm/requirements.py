@@ -5,7 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from kvfit.errors import MismatchError, UnsupportedModelError
+from kvfit.spec import MapperSpec
 from kvfit.vllm.options import ConnectorOptions
+
+
+def check_mapper(spec: MapperSpec) -> None:
+    """Refuse a mapper of models whose heads differ by layer: stored blocks and the engine's have one shape for all layers.
+
+    Raises:
+        UnsupportedModelError: names the model.
+    """
+    for model in (spec.source, spec.target):
+        if model.geometry is not None:
+            raise UnsupportedModelError(
+                f"mapper: found {model.ref}, whose heads differ by layer, needed the same heads in all layers, because stored "
+                "blocks have one shape: use kvfit.handoff with transformers"
+            )
 
 
 def check_configuration(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> None:

@@ -222,6 +222,10 @@ NOT_EXPRESSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "heads": ({"target": side(1, n_heads=3)}, r"target\.n_heads: found 3, needed 2 as in the source"),
     "head size": ({"target": side(1, head_dim=8)}, r"target\.head_dim: found 8, needed 4 as in the source"),
+    "heads that differ by layer": (
+        {"source": side(0, geometry=((2, 4, 4), (2, 4, 4), (1, 8, 8)))},
+        r"source\.geometry: found heads that differ by layer, needed the same in all",
+    ),
     "dtypes": ({"target": side(1, dtype="bfloat16")}, r"target\.dtype: found bfloat16, needed float32 as in the source"),
     "another dtype": (
         {"source": side(0, dtype="float64"), "target": side(1, dtype="float64")},

@@ -45,13 +45,19 @@ def spy(model: Any) -> Iterator[list[Tensor]]:
 
     calls: list[Tensor] = []
 
+    def recording_each(x: Tensor, *args: Any, **kwargs: Any) -> Any:  # (B, T, H, D), queries and keys one by one
+        if x.shape[2] < 4:
+            given.append(x.transpose(1, 2).clone())
+        return original(x, *args, **kwargs)
+
     def recording_one(states: Tensor, sin: Tensor, cos: Tensor) -> Any:  # keys (B, T, H, D) first, then queries
         if len(calls) % 2 == 0:
             given.append(states.transpose(1, 2).clone())
         calls.append(states)
         return original(states, sin, cos)
 
-    module.apply_rotary_pos_emb = recording if "k" in inspect.signature(original).parameters else recording_one
+    first = next(iter(inspect.signature(original).parameters))
+    module.apply_rotary_pos_emb = {"q": recording, "x": recording_each}.get(first, recording_one)
     try:
         yield given
     finally:
@@ -76,10 +82,11 @@ def test_unrotated_keys_are_what_the_model_gave_its_rotary_function(family: Fami
     assert spec.rope.assignment == family.assignment
     assert spec.windows == (family.windows or (None,) * 3)
     assert {table.pairing for table in spec.rope.tables} == {family.pairing}
-    assert {table.rotated_width for table in spec.rope.tables} == {family.rotated_width}
+    assert {table.rotated_width for table in spec.rope.tables} == family.rotated_widths
     assert spec.rope.tables[0].attention_scaling == pytest.approx(family.scaling, rel=1e-12)
     assert (spec.n_layers, spec.n_query_heads, spec.head_dim) == (3, 4, 16)
-    assert spec.n_heads == (4 if family.name in ("gpt-neox", "persimmon", "gptj", "codegen") else 2)
+    assert spec.n_heads == (4 if family.name in ("gpt-neox", "persimmon", "gptj", "codegen", "mimo-v2-flash") else 2)
+    assert spec.geometry == family.geometry
 
     for first in (0, 1, 1500):
         cached, given, positions = run(model, first)

@@ -31,8 +31,8 @@ def copying_mapper(model: Any) -> Mapper:
     """A model to itself with keys left rotated: weight one and bias zero, so that not one bit may change on the way."""
     side = spec_of(model)
     spec = mapper_spec(side, side, [[index] for index in range(side.n_layers)], keys_rotated=True)
-    unit = (torch.eye(side.width), torch.zeros(side.width))
-    return Mapper(spec, {(layer.kind, layer.layer_index): unit for layer in spec.layers})
+    widths = {(layer.kind, layer.layer_index): side.width_of(layer.kind, layer.layer_index) for layer in spec.layers}
+    return Mapper(spec, {key: (torch.eye(width), torch.zeros(width)) for key, width in widths.items()})
 
 
 def by_token(states: Tensor, n_tokens: int) -> Tensor:
@@ -49,13 +49,18 @@ def test_capture_sees_every_token_of_every_layer(family: Family) -> None:
     spec = spec_of(model)
     assert spec.windows == family.windows
     made: dict[str, list[Tensor]] = {"keys": [], "values": []}
-    for layer in model.model.layers:
-        last = getattr(layer.self_attn, "k_norm", layer.self_attn.k_proj)
+    for layer in model.model.layers[:3]:  # those behind them read the keys and values of these
+        attention = layer.self_attn
+        scale = getattr(attention, "v_scale", 1.0)
+        last = getattr(attention, "k_norm", attention.k_proj)
         last.register_forward_hook(lambda _module, _inputs, out: made["keys"].append(by_token(out, LENGTH)))
-        layer.self_attn.v_proj.register_forward_hook(lambda _module, _inputs, out: made["values"].append(out))
+        last = getattr(attention, "v_norm", attention.v_proj)
+        last.register_forward_hook(
+            lambda _module, _inputs, out, scale=scale: made["values"].append(by_token(out, LENGTH) * scale)
+        )
     captured = Activations(model, spec, range(LENGTH))(ids)
     for layer_index in range(3):
-        assert captured["keys"][layer_index].shape == (2, LENGTH, spec.width)
+        assert captured["keys"][layer_index].shape == (2, LENGTH, spec.width_of("keys", layer_index))
         torch.testing.assert_close(captured["keys"][layer_index], made["keys"][layer_index], rtol=2e-6, atol=2e-5)
         assert torch.equal(captured["values"][layer_index], made["values"][layer_index])
 
@@ -66,7 +71,7 @@ def test_full_length_capture_is_what_the_models_own_cache_would_have_kept(family
     full = caches.read_cache(run(model, ids, caches.full_cache()))
     native = run(model, ids, caches.new_cache(model))
     windows = family.windows or ()
-    for (keys, values), layer, window in zip(full, native.layers, windows, strict=True):
+    for (keys, values), layer, window in zip(full, caches.own_layers(native), windows, strict=True):
         kept = LENGTH if window is None else window - 1
         assert keys.shape[2] == LENGTH
         assert torch.equal(layer.keys, keys[:, :, LENGTH - kept :])
@@ -80,7 +85,7 @@ def test_transfer_continues_bit_for_bit_like_the_cache_that_was_never_copied(fam
     source = run(model, ids[:, :LENGTH], caches.full_cache())
     moved = copying_mapper(model).transfer(source, target_model=model)
     assert same(moved, native)
-    assert [layer.get_seq_length() for layer in moved.layers] == [LENGTH] * 3
+    assert [layer.get_seq_length() for layer in caches.own_layers(moved)] == [LENGTH] * 3
     # A block, then token by token over what the window has to drop on the way.
     block = [caches.forward(model, ids[:, LENGTH : LENGTH + 4], cache) for cache in (moved, native)]
     assert torch.equal(block[0], block[1])
@@ -114,7 +119,7 @@ def test_un_rotated_maps_truncate_what_they_made_and_nothing_else(family: Family
     whole = mapper.transfer_layers(source, target_model=model)
     moved = mapper.transfer(source, target_model=model)
     native = run(model, ids, caches.new_cache(model))
-    for (keys, values), mine, theirs in zip(whole, moved.layers, native.layers, strict=True):
+    for (keys, values), mine, theirs in zip(whole, caches.own_layers(moved), caches.own_layers(native), strict=True):
         kept = theirs.keys.shape[2]
         assert torch.equal(mine.keys, keys[:, :, LENGTH - kept :])
         assert torch.equal(mine.values, values[:, :, LENGTH - kept :])

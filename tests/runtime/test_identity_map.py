@@ -22,7 +22,8 @@ def identity_mapper(model: Any) -> Mapper:
     spec: ModelSpec = describe_model(model, Tokenizer(), ref="org/name", revision=None)
     layers = tuple(LayerMap(kind, index, (index,), 0.0, 1.0, 1.0) for index in range(spec.n_layers) for kind in KINDS)
     mapper = MapperSpec(FORMAT_VERSION, "0", spec, spec, False, "full", "same", "none", "float32", layers)
-    unit = {(kind, index): (torch.eye(spec.width), torch.zeros(spec.width)) for index in range(spec.n_layers) for kind in KINDS}
+    widths = {(layer.kind, layer.layer_index): spec.width_of(layer.kind, layer.layer_index) for layer in layers}
+    unit = {key: (torch.eye(width), torch.zeros(width)) for key, width in widths.items()}
     return Mapper(mapper, unit, verdict="pass")
 
 

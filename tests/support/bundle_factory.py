@@ -104,7 +104,12 @@ def weights(spec: MapperSpec, seed: int = 0) -> Iterator[tuple[Kind, int, torch.
 
     for entry in spec.layers:
         weight = numbers(*spec.weight_shape(entry.kind, entry.layer_index))
-        yield entry.kind, entry.layer_index, weight.to(getattr(torch, spec.dtype)), numbers(spec.target.width)
+        yield (
+            entry.kind,
+            entry.layer_index,
+            weight.to(getattr(torch, spec.dtype)),
+            numbers(spec.target.width_of(entry.kind, entry.layer_index)),
+        )
 
 
 def _numbers(state: int, count: int) -> tuple[list[float], int]:

@@ -38,18 +38,17 @@ def model_spec(n_layers: int, n_heads: int, head_dim: int, rope: RopeSpec | None
 
 def spec_of(model: Any, ref: str = "made/up") -> ModelSpec:
     """The spec of a loaded model."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config, seen = model.config.get_text_config(decoder=True), probe(model)
     return model_spec(
-        config.num_hidden_layers,
-        heads,
-        head_dim,
-        probe(model).rope,
+        seen.n_layers,
+        seen.n_heads,
+        seen.head_dim,
+        seen.rope,
+        geometry=seen.geometry,
         ref=ref,
         family=model.config.model_type,
         n_query_heads=config.num_attention_heads,
-        windows=caches.layer_windows(model, config.num_hidden_layers),
+        windows=caches.layer_windows(model, seen.n_layers),
         config_digest=config_digest(model.config),
         weight_fingerprint=weight_fingerprint(model),
     )
@@ -82,7 +81,7 @@ def random_mapper(spec: MapperSpec, seed: int = 0, dtype: torch.dtype = torch.fl
     for layer in spec.layers:
         shape = spec.weight_shape(layer.kind, layer.layer_index)
         weight = torch.randn(shape, generator=generator) / shape[-2] ** 0.5
-        bias = torch.randn(spec.target.width, generator=generator)
+        bias = torch.randn(spec.target.width_of(layer.kind, layer.layer_index), generator=generator)
         weights[layer.kind, layer.layer_index] = (weight.to(dtype), bias.to(dtype))
     basis = None
     if spec.rank is not None:
@@ -94,16 +93,18 @@ def identity_mapper(model: Any) -> Mapper:
     """A model to itself: weight one, bias zero."""
     side = spec_of(model)
     spec = mapper_spec(side, side, [[i] for i in range(side.n_layers)])
-    return Mapper(
-        spec, {(layer.kind, layer.layer_index): (torch.eye(side.width), torch.zeros(side.width)) for layer in spec.layers}
-    )
+    widths = {(layer.kind, layer.layer_index): side.width_of(layer.kind, layer.layer_index) for layer in spec.layers}
+    return Mapper(spec, {key: (torch.eye(width), torch.zeros(width)) for key, width in widths.items()})
 
 
 def random_pairs(spec: ModelSpec, batch: int, n_tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pairs:
     """A cache's content, drawn at random."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (batch, spec.n_heads, n_tokens, spec.head_dim)
-    return [tuple(torch.randn(shape, generator=generator).to(dtype) for _ in KINDS) for _ in range(spec.n_layers)]
+
+    def drawn(heads: int, size: int) -> Tensor:
+        return torch.randn(batch, heads, n_tokens, size, generator=generator).to(dtype)
+
+    return [tuple(drawn(*spec.shape(kind, layer_index)) for kind in KINDS) for layer_index in range(spec.n_layers)]
 
 
 def turned(row: list[float], table: RopeTable | None, position: int, inverse: bool) -> list[float]:
@@ -129,7 +130,7 @@ def lexical_features(mapper: Mapper, first_layer: tuple[Tensor, Tensor], positio
         read = max(i - lag, first) if i >= first else i
         table = None if mapper.spec.keys_rotated else mapper.spec.target.rope.table(0)
         for half, turning in zip(first_layer, (table, None), strict=True):
-            for h in range(mapper.spec.target.n_heads):
+            for h in range(half.shape[1]):
                 features += turned(half[b, h, read].double().tolist(), turning, int(row[read]), True)
     return features
 
@@ -148,23 +149,24 @@ def reference_transfer(
             weight, bias = (part.double() for part in mapper.maps.weights[kind, t])
             if mapper.maps.basis is not None:
                 weight = mapper.maps.basis.double() @ weight
-            result = torch.zeros(batch, target.n_heads, total, target.head_dim, dtype=torch.float64)
+            n_heads, size = target.shape(kind, t)
+            result = torch.zeros(batch, n_heads, total, size, dtype=torch.float64)
             for b in range(batch):
                 for i in range(total):
                     position = int(positions[i] if positions.dim() == 1 else positions[b, i])
-                    for head in range(target.n_heads):
+                    for head in range(n_heads):
                         features: list[float] = []
                         for read in KINDS if spec.inputs == "both" else (kind,):
                             for s in spec.layer(kind, t).source_layers:
-                                for h in range(source.n_heads):
-                                    if spec.support == "head" and h != head * source.n_heads // target.n_heads:
+                                for h in range(source.shape(read, s)[0]):
+                                    if spec.support == "head" and h != head * source.n_heads // n_heads:
                                         continue
                                     row = pairs[s][KINDS.index(read)][b, h, i].double().tolist()
                                     table = source.rope.table(s) if read == "keys" and not spec.keys_rotated else None
                                     features += turned(row, table, position, True)
                         if first_layer is not None:
                             features += lexical_features(mapper, first_layer, positions, b, i)
-                        columns = range(head * target.head_dim, (head + 1) * target.head_dim)
+                        columns = range(head * size, (head + 1) * size)
                         if spec.support == "head":
                             made = torch.tensor(features, dtype=torch.float64) @ weight[head] + bias[list(columns)]
                         else:

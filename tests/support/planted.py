@@ -18,12 +18,15 @@ from kvfit.spec import KINDS, Inputs, Kind, ModelSpec, RopeSpec
 Activations = dict[Kind, list[Tensor]]
 
 
-def model(ref: str, n_layers: int, n_heads: int, head_dim: int) -> ModelSpec:
+Heads = tuple[int, ...]  # number and size, or number, key size and value size
+
+
+def model(ref: str, n_layers: int, n_heads: int, head_dim: int, geometry: tuple[Heads, ...] | None = None) -> ModelSpec:
     """A model that does not rotate."""
     return ModelSpec(
         ref=ref, revision=None, family="planted", n_layers=n_layers, n_heads=n_heads, head_dim=head_dim, n_query_heads=n_heads,
         windows=(None,) * n_layers, rope=RopeSpec((), (None,) * n_layers), tokenizer_fingerprint="t", config_digest="c",
-        weight_fingerprint=ref, dtype="float32", quantisation=None,
+        weight_fingerprint=ref, dtype="float32", quantisation=None, geometry=geometry,
     )  # fmt: skip
 
 
@@ -107,8 +110,8 @@ def plant(
     sources: Sequence[Sequence[int]],
     *,
     n_source_layers: int = 4,
-    source_heads: tuple[int, int] = (2, 3),
-    target_heads: tuple[int, int] = (2, 3),
+    source_heads: Heads | Sequence[Heads] = (2, 3),
+    target_heads: Heads | Sequence[Heads] = (2, 3),
     n_tokens: tuple[int, int] = (400, 300),
     noise: float = 0.3,
     mean: float = 20.0,
@@ -124,18 +127,24 @@ def plant(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    specs = (model("planted-source", n_source_layers, *source_heads), model("planted-target", len(sources), *target_heads))
-    f, g = specs[0].width, specs[1].width
+    specs = tuple(
+        model(ref, n_layers, *heads) if isinstance(heads[0], int) else model(ref, n_layers, *heads[0][:2], tuple(heads))
+        for ref, n_layers, heads in (
+            ("planted-source", n_source_layers, source_heads), ("planted-target", len(sources), target_heads),
+        )
+    )  # fmt: skip
     rows = sum(n_tokens)
     both: list[Activations] = [{kind: [] for kind in KINDS} for _ in specs]
     for kind in KINDS:
-        inputs = [random(rows, f) @ (torch.eye(f, dtype=torch.float64) + 0.4 * random(f, f)) for _ in range(n_source_layers)]
-        for chosen in sources:
-            parts = [inputs[i] @ random(f, g) / (f * len(chosen)) ** 0.5 for i in chosen]
+        widths = [specs[0].width_of(kind, i) for i in range(n_source_layers)]
+        inputs = [random(rows, f) @ (torch.eye(f, dtype=torch.float64) + 0.4 * random(f, f)) for f in widths]
+        for layer_index, chosen in enumerate(sources):
+            g = specs[1].width_of(kind, layer_index)
+            parts = [inputs[i] @ random(widths[i], g) / (widths[i] * len(chosen)) ** 0.5 for i in chosen]
             output = sum(parts, torch.zeros(rows, g, dtype=torch.float64)) + noise * random(rows, g)
             both[1][kind].append((output * random(g).exp() + mean * random(g)).float())
         unit = 1.0 if kind == "keys" else 0.02
-        both[0][kind] = [(unit * (x * (1 + 0.5 * i) + mean * random(f))).float() for i, x in enumerate(inputs)]
+        both[0][kind] = [(unit * (x * (1 + 0.5 * i) + mean * random(widths[i]))).float() for i, x in enumerate(inputs)]
     splits: tuple[tuple[Split, slice], ...] = (("fit", slice(0, n_tokens[0])), ("holdout", slice(n_tokens[0], None)))
     sides = [{split: {kind: [layer[at] for layer in side[kind]] for kind in KINDS} for split, at in splits} for side in both]
     return Planted(*specs, *sides)

@@ -28,12 +28,12 @@ def scratch() -> Iterator[Path]:
 Batch = tuple[str, dict[Kind, list[Tensor]], dict[Kind, list[Tensor]]]
 
 
-def model(n_layers: int, n_heads: int, head_dim: int) -> ModelSpec:
+def model(n_layers: int, n_heads: int, head_dim: int, geometry: Any = None) -> ModelSpec:
     """A spec of some geometry, without rotation."""
     return ModelSpec(
         ref="some/model", revision=None, family="some", n_layers=n_layers, n_heads=n_heads, head_dim=head_dim,
         n_query_heads=n_heads, windows=(None,) * n_layers, rope=RopeSpec((), (None,) * n_layers), tokenizer_fingerprint="t",
-        config_digest="c", weight_fingerprint="w", dtype="float32", quantisation=None,
+        config_digest="c", weight_fingerprint="w", dtype="float32", quantisation=None, geometry=geometry,
     )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ TOKEN_BYTES = 2 * 4 * (3 * 16 + 4 * 12)
 
 def budget(n_tokens: int, source: ModelSpec = SOURCE, target: ModelSpec = TARGET, n_lags: int = 0) -> int:
     """A memory budget whose buffer holds that many tokens."""
-    token_bytes = 2 * 4 * (source.n_layers * source.width + (target.n_layers + n_lags) * target.width)
+    token_bytes = 4 * (2 * source.n_layers * source.width + 2 * target.n_layers * target.width + n_lags * target.first_width)
     return -(-n_tokens * token_bytes * 8 // 7)
 
 
@@ -72,10 +72,10 @@ def batches(
         return normal(8, width), 10 ** (2 * torch.rand(width, generator=generator) - 1), normal(width).sign()
 
     planted: list[dict] = [
-        {kind: [layer(spec.width) for _ in range(spec.n_layers)] for kind in KINDS} for spec in (source, target)
+        {kind: [layer(spec.width_of(kind, i)) for i in range(spec.n_layers)] for kind in KINDS} for spec in (source, target)
     ]
     if n_lags:
-        planted[0]["lexical"] = [layer(2 * target.width) for _ in range(n_lags)]
+        planted[0]["lexical"] = [layer(target.first_width) for _ in range(n_lags)]
     made: list[Batch] = []
     for number, n_tokens in enumerate(sizes):
         hidden = normal(n_tokens, 8)

@@ -28,6 +28,7 @@ class Family:
         scaling: attention scaling of table 0.
         note: for the table in the documentation.
         since: first version of transformers that can make the model.
+        geometry: per layer heads, key size and value size, where they differ anywhere.
     """
 
     name: str
@@ -40,6 +41,14 @@ class Family:
     scaling: float = 1.0
     note: str = ""
     since: str = "4.57"
+    geometry: tuple[tuple[int, int, int], ...] | None = None
+
+    @property
+    def rotated_widths(self) -> set[int]:
+        """Of its tables: where whole heads rotate, the sizes of the layers' keys."""
+        if self.rotated_width != 16 or self.geometry is None:
+            return {self.rotated_width}
+        return {size for _, size, _ in self.geometry}
 
 
 def _yarn(**more: Any) -> dict[str, Any]:
@@ -51,6 +60,13 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _OUTER = {"sliding_window": 24, "layer_types": [_SLIDING, _FULL, _SLIDING]}
 _LAST_FULL = {"sliding_window": 24, "layer_types": [_SLIDING, _SLIDING, _FULL]}
+_GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+# Three layers with keys and values, and two that read those of the second and the third.
+_READING = {
+    "sliding_window": 24, "num_hidden_layers": 5, "num_kv_shared_layers": 2,
+    "layer_types": [_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL],
+}  # fmt: skip
+_3N = {"intermediate_size": [64] * 5, "activation_sparsity_pattern": [0.0] * 5, "laurel_rank": 4}
 
 FAMILIES = [
     Family("qwen2", "qwen2", note="biased projections"),
@@ -80,6 +96,65 @@ FAMILIES = [
         assignment=(0, 1, 0),
         windows=(24, None, 24),
         note="a table per layer type",
+    ),
+    Family(
+        "gemma4",
+        "gemma4_text",
+        {**_GEMMA4, **_LAST_FULL},
+        assignment=(0, 0, 1),
+        windows=(24, 24, None),
+        note="heads of another size in full-attention layers",
+        since="5.19",
+        geometry=((2, 16, 16), (2, 16, 16), (2, 32, 32)),
+    ),
+    Family(
+        "gemma4-fewer",
+        "gemma4_text",
+        {**_GEMMA4, **_LAST_FULL, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        assignment=(0, 0, 1),
+        windows=(24, 24, None),
+        note="fewer and larger heads in full-attention layers, values made of keys",
+        since="5.19",
+        geometry=((2, 16, 16), (2, 16, 16), (1, 32, 32)),
+    ),
+    Family(
+        "gemma4-shared",
+        "gemma4_text",
+        {**_GEMMA4, **_READING},
+        assignment=(0, 1, 0),
+        windows=(24, None, 24),
+        note="the last two of five layers read keys and values of earlier ones",
+        since="5.19",
+        geometry=((2, 16, 16), (2, 32, 32), (2, 16, 16)),
+    ),
+    Family(
+        "gemma3n",
+        "gemma3n_text",
+        {"head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, **_READING, **_3N},
+        assignment=(0, 1, 0),
+        windows=(24, None, 24),
+        note="the last two of five layers read keys and values of earlier ones",
+        since="5.19",
+    ),
+    Family(
+        "mimo-v2-flash",
+        "mimo_v2_flash",
+        {
+            "head_dim": 16,
+            "v_head_dim": 8,
+            **_OUTER,
+            "mlp_layer_types": ["dense"] * 3,
+            "rope_parameters": {
+                _FULL: {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+                _SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            },
+        },
+        rotated_width=8,
+        assignment=(0, 1, 0),
+        windows=(24, None, 24),
+        note="more heads in windowed layers, values smaller than keys",
+        since="5.24",
+        geometry=((4, 16, 8), (2, 16, 8), (4, 16, 8)),
     ),
     Family("phi3", "phi3", {"sliding_window": None, "pad_token_id": 0}, note="fused projections"),
     Family(
@@ -236,11 +311,6 @@ _LINEAR = {
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": 16, **_MOE,
 }  # fmt: skip
-_SHARED = {
-    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "head_dim": 16, "layer_types": [_SLIDING, _FULL] * 2,
-    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY,
-}  # fmt: skip
-_3N = {"intermediate_size": [64] * 4, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 4}
 _LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 _LONG = {"original_max_position_embeddings": 512, "rope_scaling": _LONGROPE, "sliding_window": None, "pad_token_id": 0}
 
@@ -249,17 +319,6 @@ REFUSED = [
     Refused("deepseek-v3", "deepseek_v3", _LATENT, None, "latent attention", "latent attention (MLA)"),
     Refused("qwen3-next", "qwen3_next", _LINEAR, 1, "linear_attention owns no keys", "linear-attention hybrid"),
     Refused("lfm2", "lfm2", {"layer_types": [_FULL, "conv", _FULL]}, 1, "conv owns no keys", "convolution hybrid"),
-    Refused("gemma3n", "gemma3n_text", {**_SHARED, **_3N}, 2, "shares the keys and values", "shared keys and values"),
-    Refused("gemma4", "gemma4_text", _SHARED, 2, "shares the keys and values", "shared keys and values", "5.6"),
-    Refused(
-        "gemma4-unshared",
-        "gemma4_text",
-        {**_SHARED, "num_kv_shared_layers": 0},
-        1,
-        "one geometry for all layers",
-        "a head size per layer type",
-        "5.6",
-    ),
     Refused(
         "llama4",
         "llama4_text",
@@ -307,15 +366,6 @@ REFUSED = [
         "5.0",
     ),
     Refused("paligemma", "paligemma", {}, 0, "its positions start at 1", "positions from 1"),
-    Refused(
-        "mimo-v2-flash",
-        "mimo_v2_flash",
-        {"head_dim": 16, "v_head_dim": 8},
-        0,
-        "needed one shape",
-        "keys and values of other sizes",
-        "5.20",
-    ),
 ]
 
 

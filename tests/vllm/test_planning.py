@@ -1,11 +1,15 @@
 """Addresses, options and plans: what of a prompt can be mapped, and why not."""
 
-import pytest
+from dataclasses import replace
 
-from kvfit.errors import OptionError
+import pytest
+from bundle_factory import mapper_spec
+
+from kvfit.errors import OptionError, UnsupportedModelError
 from kvfit.vllm.addresses import AddressBook, sampled_identity
 from kvfit.vllm.options import connector_options, request_options
 from kvfit.vllm.plans import LoadPlanner, Miss, Reading
+from kvfit.vllm.requirements import check_mapper
 
 BOOK = AddressBook("model", 4, "salt")
 IDS = list(range(100, 122))  # five whole blocks of four, and two tokens
@@ -159,3 +163,14 @@ def test_a_request_need_not_say_anything():
         assert request_options(nothing).map
     with pytest.raises(OptionError, match="needed an object"):
         request_options({"kvfit": 3})
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_models_whose_heads_differ_by_layer_are_refused_by_name(side):
+    spec = mapper_spec()
+    check_mapper(spec)
+    model = getattr(spec, side)
+    heads = (model.n_heads, model.head_dim, model.head_dim)
+    uneven = replace(model, geometry=(heads,) * (model.n_layers - 1) + ((3, 4, 4),))
+    with pytest.raises(UnsupportedModelError, match=f"mapper: found {model.ref}, whose heads differ by layer"):
+        check_mapper(replace(spec, **{side: uneven}))

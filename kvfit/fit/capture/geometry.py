@@ -11,7 +11,7 @@ import torch
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.locate import split_ref
-from kvfit.model.decoder import decoder_parameters
+from kvfit.model.decoder import decoder_parameters, owning_layers, projected_heads, setting
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,11 @@ class Geometry:
     Attributes:
         name: ref, or the name of a built-in geometry.
         n_layers: number of layers that own keys and values.
-        n_heads: KV heads per layer.
-        head_dim: features per head.
+        n_heads: KV heads per layer, of the first layer if layers differ.
+        head_dim: features per head, of the first layer's keys if they differ.
         parameters: parameters of the whole model.
         decoder_parameters: weights of the decoder layers that every token is multiplied with; 0 if they are not known.
+        layers: per layer its number of heads, key size and value size, if these differ anywhere; else None.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Geometry:
     head_dim: int
     parameters: float
     decoder_parameters: float = 0.0
+    layers: tuple[tuple[int, ...], ...] | None = None
 
 
 # Source: Heo et al., arXiv:2608.03893, table 10; parameters as in the models' names.
@@ -67,28 +69,33 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
         return GEOMETRIES[ref.lower()]
     outer = models.load_config(ref, revision, trust_remote_code=trust_remote_code)
     config = outer.get_text_config()
-    n_layers, n_query = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
+    n_layers, n_query = setting(config, "num_hidden_layers"), setting(config, "num_attention_heads")
     if not n_layers or not n_query:
         raise UnsupportedModelError(
             f"{ref} ({outer.model_type}): found no layer and head counts in its configuration, needed both"
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_query
-    n_heads = getattr(config, "num_key_value_heads", None) or n_query
-    counts = _parameters(outer, trust_remote_code)
-    return Geometry(split_ref(ref, revision)[1], n_layers, n_heads, head_dim, *map(float, counts))
+    head_dim = setting(config, "head_dim") or config.hidden_size // n_query
+    n_heads = setting(config, "num_key_value_heads") or n_query
+    model = _without_weights(outer, trust_remote_code)
+    # Tied weights are one parameter under two names; `parameters` counts them once.
+    counts = (float(sum(parameter.numel() for parameter in model.parameters())), float(decoder_parameters(model)))
+    n_layers, found = owning_layers(model), projected_heads(model)
+    layers = tuple(found[index] for index in range(n_layers) if index in found)
+    name = split_ref(ref, revision)[1]
+    if len(layers) == n_layers and set(layers) != {(*layers[0][:2], layers[0][1])}:
+        return Geometry(name, n_layers, *layers[0][:2], *counts, layers)
+    return Geometry(name, n_layers, n_heads, head_dim, *counts)
 
 
-def _parameters(config: Any, trust_remote_code: bool) -> tuple[int, int]:
-    """Parameters of the model that a configuration describes and of its decoder layers, from shapes alone."""
+def _without_weights(config: Any, trust_remote_code: bool) -> Any:
+    """The model that a configuration describes, as shapes alone."""
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         reason = " ".join(str(error).split())[:160]
         raise UnsupportedModelError(
             f"{config.model_type}: found no causal language model for this configuration ({reason}), needed a decoder"
         ) from error
-    # `model.parameters()` yields tied weights only once.
-    return sum(parameter.numel() for parameter in model.parameters()), decoder_parameters(model)

@@ -63,6 +63,7 @@ class Inspection:
             "n_layers": None if seen is None else seen.n_layers,
             "n_heads": None if seen is None else seen.n_heads,
             "head_dim": None if seen is None else seen.head_dim,
+            "geometry": None if seen is None or seen.geometry is None else [list(heads) for heads in seen.geometry],
             "n_query_heads": self.n_query_heads,
             "layers": [
                 {"layer_index": index, "window": window, "table": None if seen is None else seen.rope.assignment[index]}
@@ -83,12 +84,14 @@ class Inspection:
         if seen is not None:
             rows += [
                 ("KV layers", str(seen.n_layers)),
-                ("KV heads", f"{seen.n_heads} of size {seen.head_dim}, for {self.n_query_heads} query heads"),
+                ("KV heads", f"{_heads(seen)}, for {self.n_query_heads} query heads"),
                 ("dtype", seen.dtype),
                 ("windows", _runs([_window(window) for window in self.windows])),
                 ("rotation", _runs([_assigned(index) for index in seen.rope.assignment])),
             ]
-            rows += [(f"table {index}", _table_line(table, seen.head_dim)) for index, table in enumerate(seen.rope.tables)]
+            rows += [
+                (f"table {index}", _table_line(table, _key_size(seen, index))) for index, table in enumerate(seen.rope.tables)
+            ]
         rows.append(("verdict", "supported" if self.supported else f"not supported: {self.reason}"))
         return "\n".join(f"{name:<11} {value}" for name, value in rows)
 
@@ -145,6 +148,18 @@ def _table_json(table: RopeTable) -> dict[str, Any]:
         "attention_scaling": table.attention_scaling,
         "inverse_frequencies": list(table.inverse_frequencies),
     }
+
+
+def _heads(seen: Probe) -> str:
+    """``2 of size 16``; layer by layer where they differ, with the size of values where it is another."""
+    layers = seen.geometry or ((seen.n_heads, seen.head_dim, seen.head_dim),)
+    return _runs([f"{n} of size {keys}" + ("" if keys == values else f"/{values}") for n, keys, values in layers])
+
+
+def _key_size(seen: Probe, index: int) -> int:
+    """Of the layers that a rotary table turns."""
+    geometry = seen.geometry or ()
+    return next((heads[1] for heads, used in zip(geometry, seen.rope.assignment, strict=False) if used == index), seen.head_dim)
 
 
 def _table_line(table: RopeTable, head_dim: int) -> str:

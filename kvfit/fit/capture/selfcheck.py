@@ -11,7 +11,7 @@ from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, rotate, unrotate
 from kvfit.model.rope_probe import Probe, plane_error, tolerance
 from kvfit.model.trace import LayerTrace, refusal, trace
-from kvfit.spec import ModelSpec
+from kvfit.spec import KINDS, ModelSpec
 
 
 @torch.no_grad()
@@ -30,17 +30,19 @@ def self_check(model: Any, spec: ModelSpec | Probe, input_ids: Tensor) -> None:
         UnsupportedModelError: they differ; names family, layer and reason.
     """
     batch, n_tokens = input_ids.shape
-    needed = (batch, spec.n_heads, n_tokens, spec.head_dim)
     seen: list[int] = []
 
     def on_layer(event: LayerTrace) -> None:
         layer_index = event.layer_index
         seen.append(layer_index)
-        for kind, tensor in (("keys", event.keys), ("values", event.values)):
-            if tuple(tensor.shape) != needed:
-                raise refusal(model, layer_index, f"found {kind} of shape {tuple(tensor.shape)}, needed {needed}")
         if layer_index >= spec.n_layers:
             raise refusal(model, layer_index, f"found a layer beyond the {spec.n_layers} of the spec")
+        alike = (spec.n_heads, spec.head_dim, spec.head_dim)
+        n_heads, *sizes = alike if spec.geometry is None else spec.geometry[layer_index]
+        for kind, tensor, size in zip(KINDS, (event.keys, event.values), sizes, strict=True):
+            needed = (batch, n_heads, n_tokens, size)
+            if tuple(tensor.shape) != needed:
+                raise refusal(model, layer_index, f"found {kind} of shape {tuple(tensor.shape)}, needed {needed}")
         reason = _fault(event, spec)
         if reason is not None:
             raise refusal(model, layer_index, reason)

@@ -30,6 +30,7 @@ from kvfit.model.rope import angles, rotate, unrotate
 from kvfit.runtime.features import Pairs as Pairs
 from kvfit.runtime.handoff import Handoff, handoff
 from kvfit.runtime.mapper import Mapper
+from kvfit.spec import KINDS
 
 Arm = Literal["native", "transfer", "handoff", "auto", "source", "no_context", "mean", "shuffled", "raw"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
@@ -66,7 +67,8 @@ def lexical(mapper: Mapper, prefix_ids: Tensor, target: Any) -> dict[str, Any]:
 def raw_allowed(mapper: Mapper) -> bool:
     """Whether the source's cache has the target's shape."""
     source, target = mapper.spec.source, mapper.spec.target
-    return (source.n_layers, source.n_heads, source.head_dim) == (target.n_layers, target.n_heads, target.head_dim)
+    shapes = [[[model.shape(kind, i) for kind in KINDS] for i in range(model.n_layers)] for model in (source, target)]
+    return shapes[0] == shapes[1]
 
 
 class Prefixes:
@@ -190,7 +192,7 @@ def _rows(pairs: Pairs, rows: Tensor) -> Pairs:
 def selected(cache: Any, rows: Tensor) -> Any:
     """A cache with the given sequences of another cache, which is changed in place."""
     if not torch.equal(rows, torch.arange(len(cache.layers[0].keys))):
-        for layer in cache.layers:
+        for layer in caches.own_layers(cache):
             layer.keys, layer.values = layer.keys[rows.to(layer.keys.device)], layer.values[rows.to(layer.values.device)]
     return cache
 

@@ -194,6 +194,8 @@ def _read(
     """Run the new tokens on the target's own cache, and compute in every layer what they would read from the mapped one."""
 
     def on_reading(reading: Reading) -> None:
+        if reading.layer_index >= len(in_use):  # reads an earlier layer's, which is looked at there
+            return
         if reading.layer_index not in reads:
             reads[reading.layer_index] = Reads(reading.keys.shape[1], reading.keys.shape[3], reading.keys.device)
         reads[reading.layer_index].add(reading, in_use[reading.layer_index], counted)  # type: ignore[arg-type]
@@ -203,7 +205,10 @@ def _read(
 
 
 class _Order:
-    """Correlations of the outputs for one layer with the own values of another, over all features together."""
+    """Correlations of the outputs for one layer with the own values of another, over all features together.
+
+    If layers have unlike widths, the features that a narrower one lacks count as zeros.
+    """
 
     def __init__(self) -> None:
         self._held: list[tuple[Tensor, Tensor]] = []
@@ -217,7 +222,9 @@ class _Order:
 
     def add(self) -> None:
         """Add the held tokens of one batch to the sums."""
-        mapped, own = (torch.stack([pair[side] for pair in self._held]) for side in (0, 1))  # (L, n, F)
+        widest = max(pair[0].shape[1] for pair in self._held)
+        padded = [[F.pad(half, (0, widest - half.shape[1])) for half in pair] for pair in self._held]
+        mapped, own = (torch.stack([pair[side] for pair in padded]) for side in (0, 1))  # (L, n, F)
         self._held.clear()
         self.count += mapped.shape[1]
         self.cross = self.cross + mapped.flatten(1) @ own.flatten(1).T

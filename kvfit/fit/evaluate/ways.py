@@ -11,7 +11,7 @@ from kvfit.fit.evaluate.clock import at_length, shown
 from kvfit.fit.evaluate.options import Options
 from kvfit.model.decoder import layer_path, unwrapped
 from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS
-from kvfit.spec import MapperSpec
+from kvfit.spec import KINDS, MapperSpec
 
 CONTROLS = ("no_context", "mean", "shuffled", "raw")
 # Names of the timings. Ways without one take no time before the target continues.
@@ -114,7 +114,8 @@ def _decoder_weights(model: Any) -> int:
 def _attention(spec: MapperSpec, tokens: int) -> float:
     """Operations for scores and weighted sums of a causal prefill, in which each token reads half of the others on average."""
     target = spec.target
-    return 2.0 * target.n_layers * target.n_query_heads * target.head_dim * tokens**2
+    sizes = sum(target.shape(kind, layer_index)[1] for kind in KINDS for layer_index in range(target.n_layers))
+    return float(target.n_query_heads * sizes * tokens**2)
 
 
 def speed_text(row: Mapping[str, Any], tokens: int) -> str:

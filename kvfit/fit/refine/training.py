@@ -111,7 +111,7 @@ class Continuation:
             if layer_index in self.spec.mapped_layers:
                 device = outputs["keys", layer_index].device
                 keys, values = (
-                    outputs[kind, layer_index].view(len(batch), prefix, target.n_heads, target.head_dim).transpose(1, 2)
+                    outputs[kind, layer_index].view(len(batch), prefix, *target.shape(kind, layer_index)).transpose(1, 2)
                     for kind in KINDS
                 )
                 table = target.rope.table(layer_index)

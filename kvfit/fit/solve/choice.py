@@ -89,13 +89,13 @@ class _Budget:
 
 def _separate(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
     """Choose a separate map per target block, with fewer source layers where all of them would cost too much."""
-    options, width = fitter.options, fitter.reader.store.target.width
+    options, outputs = fitter.options, _outputs(fitter)
     report: dict[str, Any] = {"kind": "separate"}
     if options.top_k == "all" and budget.limit is not None:
         sizes = [fitter.reads("keys", tuple(range(k))).n_inputs for k in range(1, fitter.reader.store.source.n_layers + 1)]
-        affordable = sum(budget.affords(size * width * len(fitter.targets)) for size in sizes)
+        affordable = sum(budget.affords(size * outputs) for size in sizes)
         if affordable == 0:
-            budget.warn(budget.cost(sizes[-1] * width * len(fitter.targets)), "no map of this pair costs less")
+            budget.warn(budget.cost(sizes[-1] * outputs), "no map of this pair costs less")
         elif affordable < len(sizes):
             LOGGER.info("solve: %d of %d source layers are within --cost", affordable, len(sizes))
             fitter = fitter.changed(replace(options, top_k=affordable))
@@ -105,9 +105,7 @@ def _separate(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Cho
 
 def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
     """Choose a shared basis, or separate maps where the rank is free and separate maps cost no more."""
-    options, store = fitter.options, fitter.reader.store
-    inputs = shared_inputs(fitter, probes)
-    outputs = len(fitter.targets) * store.target.width
+    options, inputs, outputs = fitter.options, shared_inputs(fitter, probes), _outputs(fitter)
     most = min(inputs.n_inputs, outputs)
     limit = options.rank if isinstance(options.rank, int) else _affordable_rank(inputs, outputs, budget)
     penalty = shared_penalty(fitter, inputs)
@@ -129,6 +127,11 @@ def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choic
         if separate <= shared:
             return Choice(dict.fromkeys(fitter.targets, inputs), None, _report(curve, None, found.kept(rank)))
     return Choice(None, found.basis(rank, dtype), _report(curve, rank, found.kept(rank)))
+
+
+def _outputs(fitter: Fitter) -> int:
+    """Features that all maps together predict."""
+    return sum(fitter.reader.store.target.width_of(*target) for target in fitter.targets)
 
 
 def _affordable_rank(inputs: InputSet, outputs: int, budget: _Budget) -> int | None:

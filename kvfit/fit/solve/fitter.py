@@ -187,7 +187,7 @@ class Fitter:
         for penalty in penalties:
             missing = [target for target in targets if (inputs, target, penalty) not in self._known]
             for solution in self._solutions(inputs, missing, penalty):
-                qualities, _ = self._quality(solution, self.gain(solution.scores))
+                qualities, _ = self._quality(solution, self.gain(solution.scores, solution.targets[0]))
                 for target, quality in zip(solution.targets, qualities, strict=True):
                     self._known[inputs, target, penalty] = quality
         return [[self._known[inputs, target, penalty] for target in targets] for penalty in penalties]
@@ -221,14 +221,13 @@ class Fitter:
     def _solutions(self, inputs: InputSet, targets: Sequence[Block], penalty: float) -> Iterator[Solution]:
         return solutions(self.reader, inputs, targets, penalty, scale=self.options.penalty_scale)
 
-    def gain(self, scores: Mapping[Part, Score]) -> Tensor:
-        """The gain of each output, in the shape of the scores."""
+    def gain(self, scores: Mapping[Part, Score], target: Block) -> Tensor:
+        """The gain of each output, in the shape of the scores. They are of target blocks of the shape of `target`."""
         score = scores[self.options.gain_from(self.reader.store)]
         if self.options.gain == "none":
             return torch.ones_like(score.predicted)
-        return variance_gain(
-            score.total, score.predicted, self.reader.store.target.head_dim if self.options.gain == "head" else 1
-        )
+        width = self.reader.store.target.shape(*target)[1] if self.options.gain == "head" else 1
+        return variance_gain(score.total, score.predicted, width)
 
     def _quality(self, solution: Solution, gain: Tensor) -> tuple[list[Quality], Tensor]:
         """The quality of every target block, and the holdout R2 of its heads before the gain, (T, H)."""
@@ -237,14 +236,13 @@ class Fitter:
             r2(error.sum(1), score.total.sum(1)).tolist()
             for score, error in ((fit, fit.error()), (holdout, holdout.error()), (holdout, holdout.error(gain)))
         ]
-        error, total = (
-            part.view(len(part), self.reader.store.target.n_heads, -1).sum(2) for part in (holdout.error(), holdout.total)
-        )
+        n_heads, _ = self.reader.store.target.shape(*solution.targets[0])
+        error, total = (part.view(len(part), n_heads, -1).sum(2) for part in (holdout.error(), holdout.total))
         return [Quality(*row) for row in zip(*per_block, strict=True)], r2(error, total)
 
     def fitted(self, solution: Solution, penalty: float) -> Iterator[Fitted]:
         """The maps of a solution in the form in which they are stored."""
-        gain = self.gain(solution.scores)
+        gain = self.gain(solution.scores, solution.targets[0])
         qualities, heads = self._quality(solution, gain)
         dtype: torch.dtype = getattr(torch, self.options.dtype)
         weights, bias = solution.stored(gain, dtype)

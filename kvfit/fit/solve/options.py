@@ -10,7 +10,7 @@ from typing import Literal
 from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.solve.ridge import PenaltyScale
 from kvfit.fit.stats.store import Store
-from kvfit.spec import Inputs, Support
+from kvfit.spec import Inputs, ModelSpec, Support
 
 Gain = Literal["variance", "head", "none"]
 GainSplit = Literal["auto", "fit", "holdout"]
@@ -87,9 +87,11 @@ class Options:
         """These options with every ``auto`` that depends on the store replaced.
 
         Raises:
-            MismatchError: the options name more source layers than there are, or inputs that the store lacks.
+            MismatchError: the options name more source layers than there are, or inputs that the store lacks, or they match the
+                heads of a model whose heads differ by layer.
         """
         self.check_layers(store.source.n_layers)
+        self.check_heads(store.source, store.target)
         lags, captured = (",".join(map(str, few)) for few in (self.lags(store.lexical_lags), store.lexical_lags))
         if not set(self.lags(store.lexical_lags)) <= set(store.lexical_lags):
             raise MismatchError(
@@ -120,6 +122,20 @@ class Options:
         """
         if isinstance(self.top_k, int) and self.top_k > n_source:
             raise MismatchError(f"--top-k: found {self.top_k}, needed at most {n_source}, the layers of the source, or all")
+
+    def check_heads(self, source: ModelSpec, target: ModelSpec) -> None:
+        """Refuse matching heads if a model's layers differ in the number or size of their heads.
+
+        Raises:
+            MismatchError: names the model.
+        """
+        for option, asked in (("--support head", self.support == "head"), ("--recipe heo2026", self.ranking == "heo2026")):
+            for model in (source, target):
+                if asked and model.geometry is not None:
+                    raise MismatchError(
+                        f"{option}: found {model.ref}, whose heads differ by layer, needed the same heads in all layers to "
+                        "match them one by one: use --support full without that recipe"
+                    )
 
     def lags(self, captured: tuple[int, ...]) -> tuple[int, ...]:
         """The lags of the lexical inputs that maps read, among those captured; with support ``head`` there are none."""

@@ -54,7 +54,7 @@ class Reader:
         return self.store.source, self.store.target
 
     def batches(self, inputs: InputSet, targets: Sequence[Block], *, basis: bool = False) -> list[tuple[Block, ...]]:
-        """Cut the target blocks into runs, each of which can be solved at once within the budget.
+        """Cut the target blocks into runs of one shape, each of which can be solved at once within the budget.
 
         Args:
             inputs: the set that they read.
@@ -67,10 +67,13 @@ class Reader:
         check_budget(inputs, self.memory_budget, self.precision, basis=basis)
         spare = self.memory_budget - least_bytes(inputs, self.precision, basis=basis)
         n = 1 + spare // _block_bytes(inputs, self.precision)
-        return [tuple(targets[start : start + n]) for start in range(0, len(targets), n)]
+        alike: dict[tuple[int, int], list[Block]] = {}
+        for block in targets:
+            alike.setdefault(inputs.target.shape(*block), []).append(block)
+        return [tuple(run[start : start + n]) for run in alike.values() for start in range(0, len(run), n)]
 
     def systems(self, inputs: InputSet, targets: Sequence[Block], split: Split) -> list[System]:
-        """One system per panel of the input set; its outputs are those of the first block, then of the next, and so on."""
+        """One system per panel. Its outputs are those of the first block, then of the next; all blocks have one shape."""
         store, panels = self.store, inputs.panels
         scatters = self._scatters(inputs, split)
         source_means = [store.source_mean(split, block) for block in inputs.blocks]
@@ -86,8 +89,8 @@ class Reader:
 
     def _crosses(self, inputs: InputSet, targets: Sequence[Block], split: Split) -> list[Tensor]:
         """The cross scatter (F, G) of each panel."""
-        panels = inputs.panels
-        depth = panels[0][1].stop - panels[0][1].start
+        panels, (heads, size) = inputs.panels, inputs.target.shape(*targets[0])
+        depth = size * (heads if inputs.support == "full" else 1)
         # Column-major, as the triangular solves need it.
         crosses = [torch.empty(len(targets) * depth, inputs.n_inputs, dtype=torch.float64, device=self.device) for _ in panels]
         row = 0

@@ -84,10 +84,10 @@ def rank_curve(fitter: Fitter, basis: Basis, extra: Sequence[int] = ()) -> RankC
     ranks = sorted({*candidate_ranks(most), *(rank for rank in extra if 1 <= rank <= most)})
     rows = torch.tensor(ranks, device=basis.weight.device) - 1
     total, count = torch.zeros(len(ranks), dtype=torch.float64, device=rows.device), 0
-    for _, fit, holdout, weight in projections(fitter.reader, basis, fitter.targets):
+    for targets, fit, holdout, weight in projections(fitter.reader, basis, fitter.targets):
         means = (fit.source_mean, fit.target_mean)
         scores: dict[Part, Score] = {"fit": prefix_scores(fit, weight), "holdout": prefix_scores(holdout, weight, means)}
-        errors = scores["holdout"].error(fitter.gain(scores))[rows] / holdout.target_square
+        errors = scores["holdout"].error(fitter.gain(scores, targets[0]))[rows] / holdout.target_square
         live = holdout.target_square > 0
         total += errors[:, live].sum(1)
         count += int(live.sum())

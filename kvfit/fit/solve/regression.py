@@ -26,7 +26,7 @@ Means = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Solution:
-    """Weights of a batch of target blocks, before the gain. With T target blocks and G = H * D outputs each:
+    """Weights of a batch of target blocks of one shape, before the gain. With T target blocks and G = H * D outputs each:
 
     Attributes:
         inputs: the set that the maps read.
@@ -88,7 +88,7 @@ def solutions(
     Args:
         reader: reads the statistics, within its memory budget.
         inputs: the set that the maps read.
-        targets: the blocks that they predict; the solutions cover them in order, some at a time.
+        targets: the blocks that they predict; the solutions cover them some at a time, in order among those of one shape.
         penalty: the ridge penalty, at least 0.
         scale: what it multiplies, see `ridge.factorise`.
 

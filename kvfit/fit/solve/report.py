@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from torch import Tensor
+
 from kvfit.fit.solve.fitter import Fitted, Fitter
 from kvfit.fit.solve.select import Probe
 from kvfit.fit.stats.layout import SPLITS
-from kvfit.spec import KINDS, Kind
+from kvfit.spec import KINDS, Kind, ModelSpec
 
 
 def layer_report(fitted: Fitted) -> dict[str, Any]:
@@ -68,8 +70,13 @@ def solve_report(fitter: Fitter, probes: dict[Kind, Probe], details: list[dict[s
             "penalty": one.penalty,
             **{
                 kind: {split: probes[kind].layers[split].tolist() for split in SPLITS}
-                | {f"{split}_heads": probes[kind].heads[split].tolist() for split in SPLITS}
+                | {f"{split}_heads": _heads(probes[kind].heads[split], kind, reader.store.target) for split in SPLITS}
                 for kind in KINDS
             },
         },
     }
+
+
+def _heads(scores: Tensor, kind: Kind, target: ModelSpec) -> list[list[list[float]]]:
+    """Scores (L_target, L_source, H_target) as lists, of as many heads as each target layer has."""
+    return [layer[:, : target.shape(kind, layer_index)[0]].tolist() for layer_index, layer in enumerate(scores)]

@@ -38,7 +38,7 @@ class Probe:
     """The single-source R2 of one kind.
 
     Attributes:
-        heads: per split, (L_target, L_source, H_target).
+        heads: per split, (L_target, L_source, H_target); layers of fewer heads than the most have zeros behind theirs.
         layers: per split, (L_target, L_source), pooled over all outputs of the target layer.
         support: whether each target head was predicted from all heads of the source layer or from the matched one.
         penalty: the ridge penalty of the probes.
@@ -75,16 +75,16 @@ def probe(
     if ranking == "heo2026":
         support, inputs, penalty = "head", "same", 0.0
     source, target = reader.store.source, reader.store.target
-    shape = (target.n_layers, source.n_layers, target.n_heads)
+    shape = (target.n_layers, source.n_layers, max(target.shape(kind, t)[0] for t in range(target.n_layers)))
     heads = {split: torch.zeros(*shape, dtype=torch.float64) for split in SPLITS}
     layers = {split: torch.zeros(*shape[:2], dtype=torch.float64) for split in SPLITS}
     for layer_index in track(range(source.n_layers), f"probe {kind}", "source layers", show=progress):
         read = input_set(reader.models, kind, (layer_index,), support, inputs)
         for solution in solutions(reader, read, [(kind, t) for t in range(target.n_layers)], penalty):
-            rows = [t for _, t in solution.targets]
+            rows, (n_heads, _) = [t for _, t in solution.targets], target.shape(*solution.targets[0])
             for split, score in solution.scores.items():
-                error, total = (sums.view(len(rows), target.n_heads, -1).sum(2).cpu() for sums in (score.error(), score.total))
-                heads[split][rows, layer_index] = r2(error, total)
+                error, total = (sums.view(len(rows), n_heads, -1).sum(2).cpu() for sums in (score.error(), score.total))
+                heads[split][rows, layer_index, :n_heads] = r2(error, total)
                 layers[split][rows, layer_index] = r2(error.sum(1), total.sum(1))
     return Probe(heads, layers, support, penalty)
 

@@ -163,7 +163,7 @@ def _row(fitter: Fitter, sets: Sets, penalties: list[float], times: dict[tuple[A
     spec = mapper_spec(reader.store, options, layers)
     sizes = {layer: math.prod(spec.weight_shape(*layer)) for layer in ((one.kind, one.layer_index) for one in spec.layers)}
     item: int = getattr(torch, options.dtype).itemsize
-    row["weight_bytes"] = sum(size * item + 4 * spec.target.width for size in sizes.values())
+    row["weight_bytes"] = sum(size * item + 4 * spec.target.width_of(*layer) for layer, size in sizes.items())
     key = (options.support, options.dtype, tuple((one.kind, one.source_layers) for one in spec.layers))
     if key not in times:
         times[key] = _milliseconds(spec, reader.device)
@@ -183,10 +183,12 @@ def _milliseconds(spec: MapperSpec, device: torch.device) -> float:
         turns = made.setdefault(shape, [])
         if len(turns) * math.prod(shape) * dtype.itemsize < TIMED_BYTES:
             turns.append(torch.randn(shape, device=device).to(dtype))
-        weights[key] = (turns[number % len(turns)], torch.zeros(spec.target.width, dtype=dtype, device=device))
+        weights[key] = (turns[number % len(turns)], torch.zeros(spec.target.width_of(*key), dtype=dtype, device=device))
     mapper = Mapper(spec, weights)
-    shape = (1, spec.source.n_heads, TIMED_TOKENS, spec.source.head_dim)
-    cache = [(torch.randn(shape, device=device).to(dtype),) * 2 for _ in range(spec.source.n_layers)]
+    cache = []
+    for layer_index in range(spec.source.n_layers):
+        shapes = [spec.source.shape(kind, layer_index) for kind in KINDS]
+        cache.append([torch.randn(1, h, TIMED_TOKENS, d, device=device).to(dtype) for h, d in shapes])
     found = []
     for _ in range(TIMED_RUNS + 1):
         started = time.perf_counter()

@@ -73,16 +73,18 @@ class InputSet:
     def panels(self) -> list[tuple[slice, slice]]:
         """For each regression, its columns of a source block and of a target block."""
         if self.support == "full":
-            return [(slice(None), slice(0, self.target.width))]
+            return [(slice(None), slice(None))]
         d, e = self.source.head_dim, self.target.head_dim
         heads = [source_head(head, self.source.n_heads, self.target.n_heads) for head in range(self.target.n_heads)]
         return [(slice(a * d, (a + 1) * d), slice(head * e, (head + 1) * e)) for head, a in enumerate(heads)]
 
     def width(self, block: InputBlock) -> int:
         """The number of inputs that one regression takes from a block."""
-        if block[0] not in KINDS:
-            return 2 * self.target.width
-        return self.source.width if self.support == "full" else self.source.head_dim
+        group, index = block
+        if group == "lexical":
+            return self.target.first_width
+        heads, size = self.source.shape(group, index)
+        return size * (heads if self.support == "full" else 1)
 
     @cached_property
     def n_inputs(self) -> int:
@@ -98,7 +100,8 @@ class InputSet:
         lengths: list[int] = []
         for kind, run in itertools.groupby(self.blocks, key=lambda block: block[0]):
             widths = [self.width(block) for block in run]
-            lengths += [sum(widths)] if kind in KINDS else [width // 2 for width in widths for _ in KINDS]
+            of_lag = [self.target.width_of(half, 0) for half in KINDS]
+            lengths += [sum(widths)] if kind in KINDS else of_lag * len(widths)
         return tuple(lengths)
 
     @property

@@ -162,6 +162,9 @@ class VectorArray:
 class Layout:
     """The arrays of one store.
 
+    All blocks of a model have the rows or columns of its widest layer. A narrower layer's are followed by zeros, which
+    `Store` leaves out again; so one array holds all layers, whatever their heads.
+
     Attributes:
         source, target: the two models.
         inputs: ``same`` or ``both``; see `kvfit.spec.MapperSpec`.
@@ -221,12 +224,12 @@ class Layout:
 
     @property
     def lexical_width(self) -> int:
-        """The number of features in one lag's lexical inputs: the target's keys and values of one layer."""
-        return 2 * self.target.width
+        """The number of features in one lag's lexical inputs: the target's keys and values of its first layer."""
+        return self.target.first_width
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The number of features of one kind in all source layers and in all target layers."""
+        """The number of columns of one kind in all source layers and in all target layers, each as wide as the widest."""
         return self.source.n_layers * self.source.width, self.target.n_layers * self.target.width
 
     @property

@@ -134,7 +134,7 @@ class Store:
     def target_scatter(self, split: Split, b: Block) -> Tensor:
         """The sum of squares of each output of a target block about its mean, (G1,) float64."""
         self._check(b, "target")
-        squares = self.sums(split, "target_square")[vector_of("target", b[0])[1], b[1]]
+        squares = self.sums(split, "target_square")[vector_of("target", b[0])[1], b[1], : self._width("target", b)]
         return moments.centre_squares(squares, self._sum(split, "target", b), self.count(split))
 
     def sums(self, split: Split, name: str) -> Tensor:
@@ -185,6 +185,7 @@ class Store:
         array = self._layout.block(role, a[0], b[0])
         if array is None:
             raise StoreError(f"{self.path} holds no {a[0]} by {b[0]} blocks: capture with inputs=both")
+        width = self._width("source", a), self._width("source" if role == "source" else "target", b)
         total = torch.zeros(array.rows, array.columns, dtype=torch.float64)
         pair = array.pair_index(a[1], b[1])
         for part in _parts(split):
@@ -193,16 +194,24 @@ class Store:
                     chunk = array.chunks[number]
                     band = self._cached(part, array, number)[pair - chunk.first, : chunk.bottom - chunk.top]
                     total[chunk.top : chunk.bottom] += torch.from_numpy(band.astype("f8"))
-        return total
+        return total[: width[0], : width[1]]
+
+    def _width(self, model: Literal["source", "target"], block: InputBlock) -> int:
+        """Features of a block; its array may have more rows or columns."""
+        group, index = block
+        if group == "lexical":
+            return self._layout.lexical_width
+        spec: ModelSpec = getattr(self, model)
+        return spec.width_of(group, index)
 
     def _sum(self, split: Split, model: Literal["source", "target"], block: InputBlock) -> Tensor:
         name, place = vector_of(model, block[0])
-        return self.sums(split, f"{name}_sum")[place, block[1]]
+        return self.sums(split, f"{name}_sum")[place, block[1], : self._width(model, block)]
 
     def _shift(self, model: Literal["source", "target"], block: InputBlock) -> Tensor:
         name, place = vector_of(model, block[0])
         array = next(array for array in self._layout.shifts if array.name == f"shift/{name}")
-        return self.shift(array)[place, block[1]]
+        return self.shift(array)[place, block[1], : self._width(model, block)]
 
     def _vector(self, path: str, array: VectorArray) -> Tensor:
         if path not in self._vectors:

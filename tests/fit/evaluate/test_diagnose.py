@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from fitted import fit_tiny, heldout, paired
+from made_mappers import identity_mapper
 from sklearn.metrics import r2_score
+from zoo import FAMILIES, VOCABULARY, build
 
 from kvfit.fit.evaluate.arms import Pair, mapped_pairs, source_pairs, target_pairs
 from kvfit.fit.evaluate.attention import Reading, watched
@@ -167,6 +169,23 @@ def test_an_exact_map_has_nothing_to_complain_about(
     )
     found = diagnose(Pair(target.model, target.model, Mapper(wrong, swapped)), ids, PREFIX)
     assert [int(row.argmax()) for row in found.order["values"]] == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize("name", ["gemma4-fewer", "gemma4-shared", "mimo-v2-flash"])
+def test_layers_of_other_heads_and_layers_without_keys_and_values(name: str) -> None:
+    """A model mapped to itself by the identity: each layer is measured by its own heads."""
+    model = build(next(family for family in FAMILIES if family.name == name))
+    mapper = identity_mapper(model)
+    seen = torch.randint(2, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
+    found = diagnose(Pair(model, model, mapper), seen, 30)
+    assert len(found.layers) == 3
+    for layer_index, layer in enumerate(found.layers):
+        assert layer["attention_cosine"] == pytest.approx(1, abs=1e-5)
+        for kind in ("keys", "values"):
+            assert layer[kind]["r2"] == pytest.approx(1, abs=1e-5)
+            heads, _ = mapper.spec.target.shape(kind, layer_index)
+            assert len(layer[kind]["heads"]["r2"]) == heads
+            assert torch.allclose(found.order[kind].diagonal(), torch.ones(3, dtype=torch.float64), atol=1e-6)
 
 
 def test_watching_changes_nothing_and_leaves_nothing_behind(pair: Pair, ids: torch.Tensor) -> None:
