@@ -57,7 +57,7 @@ class Step:
     start: str | None = None
 
 
-DEFAULT = Step("+ target layer 0 and facts text", recompute=(0.0, 0.1, "auto"))
+DEFAULT = Step("+ target layer 0 and facts text (default)", recompute=(0.0, 0.1, "auto"))
 STEPS = (
     Step("8 best layers, like kinds, no gain", "text", {**PLAIN, **UNLIMITED, "inputs": "same", "top_k": 8, "gain": "none"}),
     Step("all layers, keys and values, no gain", "text", {**PLAIN, "gain": "none"}),
