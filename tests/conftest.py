@@ -15,6 +15,7 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     It takes about a minute, so the processes of pytest share one run: the first makes it, the others wait and read it.
     """
-    from kvfit.cli.demo import run_demo
+    from kvfit.cli import demo as command
 
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -76,7 +77,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     report = base / "demo-report.json"
     with FileLock(base / "demo.lock"):
         if not report.exists():
-            made = run_demo(base / "demo-out", progress=False).report
+            command.EVALUATION = replace(command.EVALUATION, documents=24, seconds=2.0)  # fewer are enough here
+            made = command.run_demo(base / "demo-out", progress=False).report
             report.write_text(json.dumps(made), encoding="utf-8")
     loaded: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return loaded
