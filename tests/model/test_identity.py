@@ -246,7 +246,7 @@ def test_tokenizers_of_one_vocabulary_are_told_apart_by_what_they_do(qwen3: Any)
     check_tokenizer(spec, trained(MERGES))
     for other in (swapped, lowering):
         assert tokenizer_fingerprint(other) == spec.tokenizer_fingerprint
-        with pytest.raises(MismatchError, match=r"field tokenization_digest: .*this one has its vocabulary but cuts text"):
+        with pytest.raises(MismatchError, match=r"field tokenization_digest: .*this one has its vocabulary but splits text"):
             check_tokenizer(spec, other)
     old = dataclasses.replace(spec, tokenization_digest=None)
     check_tokenizer(old, swapped)  # a bundle from before kvfit recorded it
