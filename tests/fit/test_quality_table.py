@@ -30,7 +30,7 @@ def given(work: Path, **changes: Any) -> argparse.Namespace:
         "source": "demo:source", "target": "demo:target", "text": "demo:text", "heldout": "demo:heldout", "work": str(work),
         "sequences": 30, "seq_len": 64, "token_stride": 1, "prefix": 48, "continuation": 16, "documents": 4, "questions": 2,
         "batch": 4, "refine_sequences": 8, "refine_steps": 2, "facts_share": 0.25, "holdout": 0.1,
-        "seconds": 0.0, "dtype": "auto", "pair": None,
+        "seconds": 0.0, "dtype": "auto", "pair": None, "lags": [0, 1, 2],
     }  # fmt: skip
     return argparse.Namespace(**{**values, **changes})
 
