@@ -77,7 +77,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     report = base / "demo-report.json"
     with FileLock(base / "demo.lock"):
         if not report.exists():
-            command.EVALUATION = replace(command.EVALUATION, documents=24, seconds=2.0)  # fewer are enough here
+            # Half of the text and fewer documents are enough here.
+            command.CAPTURE = replace(command.CAPTURE, num_sequences=150)
+            command.EVALUATION = replace(command.EVALUATION, documents=24, seconds=2.0)
             made = command.run_demo(base / "demo-out", progress=False).report
             report.write_text(json.dumps(made), encoding="utf-8")
     loaded: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))

@@ -23,6 +23,8 @@ SOURCE, TARGET, TEXT, HELDOUT = "demo:source", "demo:target", "demo:text", "demo
 SHOWN_TOKENS = 24
 # The target recomputes a tenth of the prefix, where the source's retrieval heads look, because a map loses exact content.
 RECOMPUTE = 0.1
+# Every token is kept, because twice the sequences at every second token would give the same map for twice the forward passes.
+CAPTURE = capture.Options(num_sequences=300, seq_len=512, token_stride=1)
 # The pair was trained on one kind of question only. Its target is so small that a prefill takes almost no time. So the demo
 # turns off the verdict's speed threshold, and says from which length on moving pays.
 EVALUATION = evaluate.Options(
@@ -69,10 +71,7 @@ def run_demo(out: str | Path, *, progress: bool = True) -> Demo:
     require_writable(out)
     print("1/4 capture: both models over the same text", file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
-    # Every token is kept, because twice the sequences at every second token would give the same map for twice the forward
-    # passes.
-    options = capture.Options(num_sequences=300, seq_len=512, token_stride=1)
-    captured = capture.capture(SOURCE, TARGET, out / "pair.zarr", text=TextOptions(TEXT), options=options, progress=progress)
+    captured = capture.capture(SOURCE, TARGET, out / "pair.zarr", text=TextOptions(TEXT), options=CAPTURE, progress=progress)
     print("2/4 solve: from statistics to a map", file=sys.stderr)
     solved = solve.solve(captured.store, out / "bundle", plots=True, progress=progress)
     print("3/4 evaluate: on text that neither saw", file=sys.stderr)
