@@ -198,6 +198,9 @@ def _recipe(bundle: Bundle) -> Iterator[tuple[str, Any]]:
     yield "inputs", spec.inputs
     yield "lexical inputs", ", ".join(f"lag {lag}" for lag in spec.lexical_lags) or None
     yield "rank of the shared basis", spec.rank
+    before, after = (value_at(solve, "refine", name) for name in ("kl_before", "kl_after"))
+    if isinstance(before, float) and isinstance(after, float):
+        yield "refined", f"KL to the target's own cache {before:.3f} before, {after:.3f} after; R2 is that of the map before"
     yield "gain", spec.gain
     yield "dtype of the weights", spec.dtype
     yield "size", f"{bundle.nbytes / 1e6:.1f} MB"

@@ -172,6 +172,15 @@ def test_a_lexical_mapper_with_a_basis_has_a_card(tmp_path):
     assert "  2 |" in text
 
 
+def test_a_refined_mapper_says_so(tmp_path):
+    spec = mapper_spec()
+    refine = {"kl_before": 0.25, "kl_after": 0.125}
+    write_bundle(tmp_path / "b", spec, weights(spec), recipe=RECIPE, solve=SOLVE | {"refine": refine})
+    text = render_card(Bundle.open(tmp_path / "b"))
+    assert "| refined | KL to the target's own cache 0.250 before, 0.125 after; R2 is that of the map before |" in text
+    assert "| refined |" not in render_card(Bundle.open(make_bundle(tmp_path / "plain", spec)))
+
+
 @pytest.mark.parametrize("family", ["{{ 7 * 7 }}", "{% for x in y %}", "a: [b", "- no", "#x", "'\"", "null", "---"])
 def test_text_of_a_bundle_is_no_template_and_no_metadata(tmp_path, family):
     spec = mapper_spec()

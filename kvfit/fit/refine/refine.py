@@ -222,12 +222,13 @@ class _Job:
         measured: dict[str, Any],
         taken: Sequence[tuple[Tensor, tuple[str, ...]]],
     ) -> None:
-        """Write the new bundle. Its recipe also has the documents that it was refined on."""
+        """Write the new bundle. Its recipe also has the documents that it was refined on, where it has those of the fit."""
         spec = replace(self.spec, format_version=FORMAT_VERSION)
         dtype = getattr(torch, spec.dtype)
-        fitted = str(self.opened.recipe.get(digests.FIELD) or "")
-        known = set(digests.parse(fitted))
-        new = dict.fromkeys(name for _, names in taken for name in names if name not in known)
+        recipe, known = dict(self.opened.recipe), digests.of_recipe(self.opened.recipe)
+        if known is not None:  # a list of refine's documents alone would pass for one of all documents
+            new = dict.fromkeys(name for _, names in taken for name in names if name not in known)
+            recipe[digests.FIELD] = str(recipe[digests.FIELD]) + "".join(new)
         write_bundle(
             out,
             spec,
@@ -235,7 +236,7 @@ class _Job:
                 (kind, layer_index, weight.to(dtype).cpu().contiguous(), bias.float().cpu())
                 for (kind, layer_index), (weight, bias) in refined.items()
             ),
-            recipe={**self.opened.recipe, digests.FIELD: fitted + "".join(new)},
+            recipe=recipe,
             solve={**self.opened.solve, "refine": {**asdict(self.options), **measured}},
             basis=None if basis is None else basis.to(dtype).cpu(),
         )

@@ -45,14 +45,19 @@ def identity(loaded: Any) -> Mapper:
     return Mapper(replace(mapper.spec, source=side, target=side), mapper.maps.weights)
 
 
-def written(folder: Path, mapper: Mapper, *, damage: float = 0.0, seed: int = 0) -> Path:
+RECIPE = {digests.FIELD: "AAAAAAAA"}
+
+
+def written(folder: Path, mapper: Mapper, *, damage: float = 0.0, seed: int = 0, recipe: dict[str, str] | None = None) -> Path:
     """A bundle of the mapper with noise of a given size added to every weight."""
     generator = torch.Generator().manual_seed(seed)
     weights = [
         (kind, i, weight + damage * torch.randn(weight.shape, generator=generator) / len(weight) ** 0.5, bias)
         for (kind, i), (weight, bias) in mapper.maps.weights.items()
     ]
-    write_bundle(folder, mapper.spec, weights, recipe={digests.FIELD: "AAAAAAAA"}, solve={"kept": 1}, basis=mapper.maps.basis)
+    write_bundle(
+        folder, mapper.spec, weights, recipe=RECIPE if recipe is None else recipe, solve={"kept": 1}, basis=mapper.maps.basis
+    )
     return folder
 
 
@@ -84,6 +89,10 @@ def test_the_documents_are_named_so_that_no_evaluation_takes_them(
     assert named is not None
     assert "AAAAAAAA" in named
     assert len(named) == 7
+    # A bundle that does not say what it was fitted on does not name refine's documents as all of them.
+    silent = refined(written(tmp_path / "silent", identity, damage=0.3, recipe={}), tmp_path / "more", tiny_pair, few)
+    assert silent.bundle is not None
+    assert digests.of_recipe(Bundle.open(silent.bundle).recipe) is None
 
 
 def test_what_is_no_better_is_not_written(tmp_path: Path, identity: Mapper, tiny_pair: tuple[Path, Path]) -> None:
