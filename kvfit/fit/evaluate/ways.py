@@ -9,7 +9,7 @@ from kvfit.cost import map_cost
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.clock import at_length, shown
 from kvfit.fit.evaluate.options import Options
-from kvfit.model.decoder import layer_path, unwrapped
+from kvfit.model.decoder import decoder_parameters
 from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS
 from kvfit.spec import KINDS, MapperSpec
 
@@ -89,10 +89,10 @@ def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, fl
         recomputed: measured share of them that `auto` recomputes.
     """
     spec = pair.mapper.spec
-    prefill = tokens * 2.0 * _decoder_weights(pair.target) + _attention(spec, tokens)
+    prefill = tokens * 2.0 * decoder_parameters(pair.target) + _attention(spec, tokens)
     mapped = tokens * map_cost(spec).flops_per_token
     n_exact = min(tokens, pair.exact_head + pair.exact_tail)
-    guide = 2.0 * (QUESTION_TOKENS + DRAFT_TOKENS) * _decoder_weights(pair.source)
+    guide = 2.0 * (QUESTION_TOKENS + DRAFT_TOKENS) * decoder_parameters(pair.source)
 
     def moved(recompute: float, guided: bool) -> float:
         return (mapped + (n_exact / tokens + recompute) * prefill + guided * guide) / prefill
@@ -105,10 +105,6 @@ def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, fl
         "source": 0.0,
         "no_context": 0.0,
     }
-
-
-def _decoder_weights(model: Any) -> int:
-    return sum(weight.numel() for name, weight in unwrapped(model).named_parameters() if layer_path(name) and weight.dim() > 1)
 
 
 def _attention(spec: MapperSpec, tokens: int) -> float:

@@ -1,12 +1,15 @@
 """Arms on pairs that are awkward: windows, padded vocabularies, two dtypes, guided recompute."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fitted import fit_tiny, heldout, paired
+from made_mappers import identity_mapper
+from zoo import FAMILIES, build
 
 import kvfit
 from kvfit.errors import MismatchError
@@ -14,6 +17,7 @@ from kvfit.fit.evaluate.arms import Pair, Prefixes, Rewindable, greedy, mean_pai
 from kvfit.fit.evaluate.diagnose import diagnose
 from kvfit.fit.evaluate.likelihood import likelihood
 from kvfit.fit.evaluate.options import Options
+from kvfit.fit.evaluate.ways import work_shares
 from kvfit.model.cache import cache_length, forward, new_cache, read_cache
 from kvfit.model.identity import describe_model
 from kvfit.runtime.handoff import handoff
@@ -167,3 +171,14 @@ def test_the_mean_has_the_right_positions(tiny_pair: tuple[Path, Path], load: Lo
     turned = rotate(mean, table, angles(table, torch.tensor([7])))
     assert torch.allclose(keys[1, :, 7], turned[0, :, 0], atol=1e-5)
     assert torch.equal(keys[0], keys[1])
+
+
+def test_experts_that_a_token_does_not_use_are_no_work() -> None:
+    shares = []
+    for n_experts in (4, 16):
+        (family,) = [one for one in FAMILIES if one.name == "qwen3-moe"]
+        model = build(replace(family, config={**family.config, "num_experts": n_experts}))
+        shares.append(work_shares(Pair(model, model, identity_mapper(model)), 64, 0.25))
+    for way in ("transfer", "auto"):
+        assert shares[0][way] == pytest.approx(shares[1][way], rel=0.1)  # the router alone grows
+    assert 0 < shares[0]["transfer"] < shares[0]["auto"]
