@@ -1,6 +1,7 @@
 """The verb `plan`: the disk, memory and time that capture, solve and evaluate will take, and whether a map will pay.
 
-Only configurations and tokenizers are read, never weights. Sizes are exact. Operations are those of matrix products alone.
+Only configurations and tokenizers are read, never weights. Sizes are exact, or the most that they
+can be where `top_k` chooses among source layers whose heads differ. Operations are those of matrix products alone.
 Times name the machine that they are for.
 """
 
@@ -21,7 +22,7 @@ from kvfit.fit.payoff import MapOption, map_options, table
 from kvfit.fit.solve.options import PENALTIES
 from kvfit.fit.solve.options import Options as SolveOptions
 from kvfit.fit.solve.reader import least_bytes
-from kvfit.fit.solve.system import InputSet, input_set
+from kvfit.fit.solve.system import InputSet, input_set, widest_layers
 from kvfit.fit.stats.budget import buffer_tokens, check_budget, fits_in_memory
 from kvfit.fit.stats.layout import Block, Layout
 from kvfit.spec import KINDS, ModelSpec, RopeSpec
@@ -191,7 +192,8 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     read_lags = solve.lags(lags)
     inputs = capture.inputs if solve.inputs == "auto" else solve.inputs
     chosen = solve.top_k if isinstance(solve.top_k, int) else a.n_layers
-    reads = {kind: input_set(pair, kind, range(chosen), solve.support, inputs, range(len(read_lags))) for kind in KINDS}
+    layers = widest_layers(pair[0], chosen)
+    reads = {kind: input_set(pair, kind, layers, solve.support, inputs, range(len(read_lags))) for kind in KINDS}
     targets: list[Block] = [(kind, layer_index) for kind in KINDS for layer_index in range(1 if read_lags else 0, b.n_layers)]
     read = reads["keys"]
     split_bytes, shifts = layout.split_bytes, sum(array.chunk_bytes for array in layout.shifts)

@@ -14,7 +14,7 @@ from kvfit.fit.solve.fitter import Fitted, Fitter, Sets
 from kvfit.fit.solve.reduced import RankCurve, fit_reduced, rank_curve, shared_inputs, shared_penalty
 from kvfit.fit.solve.regression import Basis, find_directions
 from kvfit.fit.solve.select import Probe
-from kvfit.fit.solve.system import InputSet
+from kvfit.fit.solve.system import InputSet, widest_layers
 from kvfit.spec import Kind
 
 LOGGER = logging.getLogger("kvfit")
@@ -92,7 +92,8 @@ def _separate(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Cho
     options, outputs = fitter.options, _outputs(fitter)
     report: dict[str, Any] = {"kind": "separate"}
     if options.top_k == "all" and budget.limit is not None:
-        sizes = [fitter.reads("keys", tuple(range(k))).n_inputs for k in range(1, fitter.reader.store.source.n_layers + 1)]
+        source = fitter.reader.store.source
+        sizes = [fitter.reads("keys", widest_layers(source, k)).n_inputs for k in range(1, source.n_layers + 1)]
         affordable = sum(budget.affords(size * outputs) for size in sizes)
         if affordable == 0:
             budget.warn(budget.cost(sizes[-1] * outputs), "no map of this pair costs less")

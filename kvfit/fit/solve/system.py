@@ -134,3 +134,9 @@ def input_set(
     blocks: list[InputBlock] = [(kind, i) for kind in kinds for i in source_layers]
     blocks += [("lexical", n) for n in lexical]
     return InputSet(*models, tuple(blocks), support)
+
+
+def widest_layers(source: ModelSpec, count: int) -> tuple[int, ...]:
+    """The `count` widest layers, ascending: the most that a map of so many layers can read, before they are chosen."""
+    widths = [sum(source.width_of(kind, layer_index) for kind in KINDS) for layer_index in range(source.n_layers)]
+    return tuple(sorted(sorted(range(source.n_layers), key=lambda i: -widths[i])[:count]))
