@@ -296,5 +296,5 @@ def _matches(pin: ModelPin, ref: str | None) -> bool:
 
 
 def _rank(entry: MapperEntry) -> tuple[str, str, int, float, str]:
-    verdict = ("pass", "unknown", "fail").index(entry.verdict)
-    return entry.source.ref, entry.target.ref, verdict, -dict(entry.scores).get("share_of_gap", -math.inf), entry.name
+    score, pair = dict(entry.scores).get("share_of_gap", -math.inf), (entry.source.ref.casefold(), entry.target.ref.casefold())
+    return *pair, ("pass", "unknown", "fail").index(entry.verdict), -score, entry.name

@@ -163,6 +163,11 @@ def test_the_best_of_a_pair_comes_first(registry):
     assert find_mapper("org/small", "org/large", folder=registry).repo == "org/better"
 
 
+def test_spelling_does_not_rank(registry):
+    write(registry, "e.toml", n=("org/mapper", "org/spelled"), m=('"org/large"', '"Org/Large"'))
+    assert find_mapper("org/small", "org/large", folder=registry).repo == "org/better"
+
+
 def test_filters(registry):
     def names(source=None, target=None):
         return [entry.repo for entry in list_mappers(source, target, folder=registry)]
