@@ -189,7 +189,9 @@ def crop(cache: Any, length: int) -> None:
         raise MismatchError(f"cache: found {held} tokens, needed at least {length}")
     layers = own_layers(cache)
     for index, layer in enumerate(layers):
-        if int(layer.get_seq_length()) > layer.keys.shape[-2]:
+        if int(layer.get_seq_length()) != held:
+            raise MismatchError(f"cache layer {index}: found {int(layer.get_seq_length())} tokens, needed {held} as in layer 0")
+        if held > layer.keys.shape[-2]:
             raise MismatchError(
                 f"cache layer {index}: found a sliding window that has dropped tokens, needed all of them to crop: "
                 "start from a new cache"

@@ -310,6 +310,17 @@ def test_crop_refuses_a_window_that_dropped_tokens() -> None:
     assert caches.cache_length(cache) == 40
 
 
+def test_crop_refuses_layers_of_unequal_length(qwen3: Any) -> None:
+    cache = caches.new_cache(qwen3)
+    caches.forward(qwen3, prompt(20), cache, base=True)
+    last = len(cache.layers) - 1
+    for name in ("keys", "values"):
+        setattr(cache.layers[last], name, getattr(cache.layers[last], name)[:, :, :15])
+    with pytest.raises(MismatchError, match=f"cache layer {last}: found 15 tokens, needed 20 as in layer 0"):
+        caches.crop(cache, 10)
+    assert caches.cache_length(cache) == 20
+
+
 def test_crop_of_a_static_cache(qwen3: Any) -> None:
     from transformers import StaticCache
 
