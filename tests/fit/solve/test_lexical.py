@@ -16,6 +16,7 @@ from planted import Planted, plant
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.solve.solve import Options, solve
+from kvfit.fit.solve.sweep import parse_grid, sweep
 from kvfit.runtime.mapper import Mapper
 from kvfit.spec import KINDS
 
@@ -98,6 +99,12 @@ def test_some_of_the_lags_are_read_as_if_only_they_were_captured(pair: Planted, 
         solved(store, tmp_path / "none", lexical=(0, 1))
     with pytest.raises(OptionError, match="found 2,0, needed numbers from 0 on, ascending"):
         Options(lexical=(2, 0))
+
+
+def test_a_sweep_times_maps_with_lexical_inputs(store: Path, tmp_path: Path) -> None:
+    rows = sweep(store, tmp_path / "sweep", parse_grid(["top_k=1,2", "penalty=0.01"]), progress=False).rows
+    assert len(rows) == 2
+    assert all(row["milliseconds"] > 0 for row in rows)
 
 
 def test_a_matching_head_reads_no_lexical_inputs(store: Path, tmp_path: Path) -> None:
