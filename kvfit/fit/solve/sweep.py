@@ -31,7 +31,7 @@ from kvfit.fit.solve.ridge import Precision
 from kvfit.fit.solve.select import Probe
 from kvfit.fit.solve.solve import check_new, mapper_spec, open_reader, probe_kinds
 from kvfit.runtime.mapper import Mapper
-from kvfit.spec import KINDS, Kind, LayerMap, MapperSpec, Support
+from kvfit.spec import KINDS, Kind, LayerMap, MapperSpec, ModelSpec, Support
 
 Grid = dict[str, list[Any]]
 
@@ -185,15 +185,14 @@ def _milliseconds(spec: MapperSpec, device: torch.device) -> float:
             turns.append(torch.randn(shape, device=device).to(dtype))
         weights[key] = (turns[number % len(turns)], torch.zeros(spec.target.width_of(*key), dtype=dtype, device=device))
     mapper = Mapper(spec, weights)
-    cache = []
-    for layer_index in range(spec.source.n_layers):
-        shapes = [spec.source.shape(kind, layer_index) for kind in KINDS]
-        cache.append([torch.randn(1, h, TIMED_TOKENS, d, device=device).to(dtype) for h, d in shapes])
-    first = None
-    if spec.lexical_lags:
-        shapes = [spec.target.shape(kind, 0) for kind in KINDS]
-        keys_of, values_of = (torch.randn(1, h, TIMED_TOKENS, d, device=device).to(dtype) for h, d in shapes)
-        first = keys_of, values_of
+
+    def states(model: ModelSpec, layer_index: int) -> tuple[Tensor, Tensor]:
+        shapes = [model.shape(kind, layer_index) for kind in KINDS]
+        keys, values = (torch.randn(1, h, TIMED_TOKENS, d, device=device).to(dtype) for h, d in shapes)
+        return keys, values
+
+    cache = [states(spec.source, layer_index) for layer_index in range(spec.source.n_layers)]
+    first = states(spec.target, 0) if spec.lexical_lags else None
     found = []
     for _ in range(TIMED_RUNS + 1):
         started = time.perf_counter()
