@@ -1,8 +1,7 @@
 """The verb `plan`: the disk, memory and time that capture, solve and evaluate will take, and whether a map will pay.
 
-Only configurations and tokenizers are read, never weights. Sizes are exact, or the most that they
-can be where `top_k` chooses among source layers whose heads differ. Operations are those of matrix products alone.
-Times name the machine that they are for.
+Only configurations and tokenizers are read, never weights. Sizes are exact, or the most that they can be where `top_k` chooses
+among source layers whose heads differ. Operations are those of matrix products alone. Times name their machine.
 """
 
 from __future__ import annotations
