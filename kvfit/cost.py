@@ -27,11 +27,13 @@ class Prefill:
         parameters: weights of the decoder layers that a token is multiplied with, without the embedding and the output head.
         item_bytes: bytes per weight.
         estimated: whether `parameters` was estimated from the KV geometry, because no count was recorded.
+        hidden_size: features of a token between two layers; None where that was not recorded.
     """
 
     parameters: float
     item_bytes: int
     estimated: bool = False
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,10 @@ def prefill_of(target: ModelSpec, recipe: Mapping[str, Any] | None = None) -> Pr
     """
     item_bytes = ITEM_BYTES.get(target.dtype, 2)
     models = (recipe or {}).get("models")
-    counted = models[1].get("decoder_parameters") if isinstance(models, list) and len(models) == 2 else None
+    recorded = models[1] if isinstance(models, list) and len(models) == 2 else {}
+    counted, width = recorded.get("decoder_parameters"), recorded.get("hidden_size")
     if type(counted) is int and counted > 0:
-        return Prefill(counted, item_bytes)
+        return Prefill(counted, item_bytes, hidden_size=width if type(width) is int and width > 0 else None)
     hidden = target.n_query_heads * target.head_dim
     # Query and output projections, key and value projections, and a gated feed-forward layer 3.5 times as wide.
     widths = sum(target.width_of(kind, i) for kind in KINDS for i in range(target.n_layers))
@@ -85,10 +88,16 @@ def prefill_of(target: ModelSpec, recipe: Mapping[str, Any] | None = None) -> Pr
     return Prefill(target.n_layers * per_layer + hidden * widths, item_bytes, estimated=True)
 
 
-def lexical_flops(target: ModelSpec, n_lags: int) -> float:
-    """Operations per token to compute the keys and values of the target's first layer, if a map reads them; else 0."""
-    hidden = target.n_query_heads * target.head_dim
-    return 2.0 * hidden * (hidden + target.first_width) if n_lags else 0.0
+def lexical_flops(target: ModelSpec, n_lags: int, hidden_size: int | None = None) -> float:
+    """Operations per token to compute the keys and values of the target's first layer, if a map reads them; else 0.
+
+    Args:
+        target: the target's spec.
+        n_lags: number of lags of lexical inputs.
+        hidden_size: features of a token between two layers; None to estimate them as those of all query heads.
+    """
+    queries = target.n_query_heads * target.head_dim  # which the layer computes before it caches
+    return 2.0 * (hidden_size or queries) * (queries + target.first_width) if n_lags else 0.0
 
 
 def cost_of(parameters: float, dtype: str, prefill: Prefill, extra_flops: float = 0.0) -> Cost:
@@ -121,8 +130,9 @@ def map_cost(spec: MapperSpec, prefill: Prefill | None = None) -> Cost:
         spec: the mapper's spec.
         prefill: from `prefill_of` with the bundle's recipe, or counted on the loaded model; None to estimate it.
     """
-    extra = lexical_flops(spec.target, len(spec.lexical_lags))
-    return cost_of(map_parameters(spec), spec.dtype, prefill or prefill_of(spec.target), extra)
+    prefill = prefill or prefill_of(spec.target)
+    extra = lexical_flops(spec.target, len(spec.lexical_lags), prefill.hidden_size)
+    return cost_of(map_parameters(spec), spec.dtype, prefill, extra)
 
 
 def affordable_parameters(dtype: str, prefill: Prefill, share: float, extra_flops: float = 0.0) -> int:

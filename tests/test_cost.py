@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from made_mappers import model_spec
+from made_mappers import model_spec, spec_of
+from torch.utils.flop_counter import FlopCounterMode
+from zoo import FAMILIES, build
 
 from kvfit.cost import PASS_TOKENS, Prefill, affordable_parameters, cost_of, lexical_flops, map_cost, map_parameters, prefill_of
+from kvfit.fit.capture import models
+from kvfit.fit.capture.ranks import Ranks
+from kvfit.fit.capture.recipe import make_recipe
+from kvfit.fit.capture.text import TextOptions
+from kvfit.model.first_layer import first_layer
 from kvfit.spec import KINDS, LayerMap, MapperSpec
 
 
@@ -66,3 +73,21 @@ def test_the_guess_is_of_the_right_size_for_a_published_model() -> None:
     """Qwen3-32B: 64 layers of 8 KV heads and 64 query heads of 128, 31.2 billion weights in its layers."""
     target = replace(model_spec(64, 8, 128), n_query_heads=40)  # whose hidden size is 5,120
     assert prefill_of(target).parameters == pytest.approx(31.2e9, rel=0.35)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("qwen3", {}), ("gemma3", {}), ("qwen3", {"hidden_size": 192, "head_dim": 32})])
+def test_the_first_layer_costs_what_torch_counts(name: str, sizes: dict[str, int]) -> None:
+    """Query heads times head size are 64 features here, or 128; a token between layers has another number of them."""
+    model = build(next(f for f in FAMILIES if f.name == name), **({"hidden_size": 96} | sizes))
+    spec, loading = spec_of(model), (models.Options(), models.Options())
+    recipe = make_recipe([spec, spec], [model, model], (TextOptions("demo:text"),), {}, loading, 1, Ranks())
+    with FlopCounterMode(display=False) as counted:
+        first_layer(model, torch.arange(8)[None])
+    prefill = prefill_of(spec, recipe)
+    flops = lexical_flops(spec, 1, prefill.hidden_size)
+    # The counter also sees the product of positions and inverse frequencies.
+    assert 8 * flops == pytest.approx(counted.get_total_flops(), rel=0.01)
+    assert lexical_flops(spec, 1) < 0.8 * flops  # what is guessed without a recipe
+    lexical = MapperSpec(2, "1", spec, spec, False, "full", "same", "none", "float32", tuple(
+        LayerMap(kind, t, (0,), 0.1, 0.5, 0.5) for t in range(1, spec.n_layers) for kind in KINDS), (0,))  # fmt: skip
+    assert map_cost(lexical, prefill).flops_per_token - 2 * map_parameters(lexical) == flops

@@ -104,7 +104,8 @@ def map_options(
         rows.append(("8 layers each", (of_source * 8 // source.n_layers + lexical) * outputs, "bfloat16"))
     ranks = [rank for rank in RANKS if rank < min(inputs, outputs)] or [min(inputs, outputs) // 4]
     rows += [(f"shared basis, rank {rank}", rank * (inputs + outputs), "bfloat16") for rank in ranks]
-    return [_option(*row, prefill, lexical_flops(target, n_lags), rates) for row in rows]
+    extra = lexical_flops(target, n_lags, prefill.hidden_size)
+    return [_option(*row, prefill, extra, rates) for row in rows]
 
 
 def _option(name: str, parameters: int, dtype: str, prefill: Prefill, extra: float, rates: Rates | None) -> MapOption:

@@ -201,7 +201,7 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     # Statistics in memory are written once at the end. Snapshots in between are written while the models run.
     flushes = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
     commits = 1 if fits_in_memory(layout, options.memory_budget) else flushes
-    prefill = Prefill(b.decoder_parameters or b.parameters, 2)
+    prefill = Prefill(b.decoder_parameters or b.parameters, 2, hidden_size=b.hidden_size)
     item = 4 if solve.dtype == "float32" else 2  # models that are large enough to plan for have 16-bit weights
     per_token = sum(2.0 * array.n_pairs * array.rows * array.columns for array in layout.blocks)
     return Plan(
@@ -253,7 +253,7 @@ def _spec(geometry: Geometry) -> ModelSpec:
     n = geometry.n_layers
     # Current decoder layers have about 12.5 weights per squared width, which gives the width.
     hidden = ((geometry.decoder_parameters or geometry.parameters) / (12.5 * n)) ** 0.5
-    n_query = max(geometry.n_heads, round(hidden / geometry.head_dim))
+    n_query = geometry.n_query_heads or max(geometry.n_heads, round(hidden / geometry.head_dim))
     return ModelSpec(
         ref=geometry.name, revision=None, family="", n_layers=n, n_heads=geometry.n_heads, head_dim=geometry.head_dim,
         n_query_heads=n_query, windows=(None,) * n, rope=RopeSpec((), (None,) * n), tokenizer_fingerprint="",

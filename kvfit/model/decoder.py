@@ -102,6 +102,12 @@ def decoder_parameters(model: Any) -> int:
     return round(total)
 
 
+def hidden_size(model: Any) -> int | None:
+    """Features of a token between two decoder layers; None where the configuration does not say."""
+    found = setting(text_config(model), "hidden_size")
+    return found if isinstance(found, int) else None
+
+
 def family(model: Any) -> str:
     """Transformers' ``model_type``, or the class name of a model without one."""
     return str(getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__)

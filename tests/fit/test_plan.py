@@ -172,6 +172,7 @@ def test_parameters_are_counted_from_the_configuration(tiny_pair: tuple[Path, Pa
         assert geometry.parameters == sum(parameter.numel() for parameter in model.parameters())
         layers = sum(p.numel() for layer in model.model.layers for p in layer.parameters() if p.dim() == 2)
         assert geometry.decoder_parameters == layers
+        assert (geometry.hidden_size, geometry.n_query_heads) == (model.config.hidden_size, model.config.num_attention_heads)
         assert (geometry.n_heads, geometry.head_dim) == (2, 16)
     # Weights of so small a pair are told in megabytes, those of a large one in gigabytes.
     assert f"| all 3 layers, float32 | {planned.maps[0].nbytes / 1e6:.3g} MB |" in str(planned)

@@ -35,7 +35,7 @@ from kvfit.fit.stats.layout import Layout
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.record import PART_FIELD, as_json, read_record, require_same
 from kvfit.fit.stats.store import Store
-from kvfit.model.decoder import decoder_parameters, input_device
+from kvfit.model.decoder import input_device
 from kvfit.model.first_layer import check_first_layer
 from kvfit.model.identity import describe_model
 from kvfit.spec import ModelSpec
@@ -130,8 +130,7 @@ def capture(
     budget = free_share(device) // ranks.size if memory_budget == "auto" else memory_budget
     layout = Layout(specs[0], specs[1], options.inputs, options.stats_dtype, lags)
     check_budget(layout, budget)
-    counts = [decoder_parameters(loaded.model) for loaded in pair]
-    recipe = make_recipe(specs, counts, texts, asdict(options), loading, batch_size, ranks)
+    recipe = make_recipe(specs, [loaded.model for loaded in pair], texts, asdict(options), loading, batch_size, ranks)
     if ranks.size > 1 and out.exists():
         return _merged_before(out, recipe, options, ranks)
     runners = [Activations(pair[0].model, specs[0], options.kept), Activations(pair[1].model, specs[1], options.kept, lags)]

@@ -11,7 +11,7 @@ import torch
 from kvfit.errors import UnsupportedModelError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.locate import split_ref
-from kvfit.model.decoder import decoder_parameters, owning_layers, projected_heads, setting
+from kvfit.model.decoder import decoder_parameters, hidden_size, owning_layers, projected_heads, setting
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Geometry:
         parameters: parameters of the whole model.
         decoder_parameters: weights of the decoder layers that every token is multiplied with; 0 if they are not known.
         layers: per layer its number of heads, key size and value size, if these differ anywhere; else None.
+        n_query_heads: query heads per layer; 0 if they are not known.
+        hidden_size: features of a token between two layers; None if they are not known.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Geometry:
     parameters: float
     decoder_parameters: float = 0.0
     layers: tuple[tuple[int, ...], ...] | None = None
+    n_query_heads: int = 0
+    hidden_size: int | None = None
 
 
 # Source: Heo et al., arXiv:2608.03893, table 10; parameters as in the models' names.
@@ -82,9 +86,10 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
     n_layers, found = owning_layers(model), projected_heads(model)
     layers = tuple(found[index] for index in range(n_layers) if index in found)
     name = split_ref(ref, revision)[1]
+    width = hidden_size(model)
     if len(layers) == n_layers and set(layers) != {(*layers[0][:2], layers[0][1])}:
-        return Geometry(name, n_layers, *layers[0][:2], *counts, layers)
-    return Geometry(name, n_layers, n_heads, head_dim, *counts)
+        return Geometry(name, n_layers, *layers[0][:2], *counts, layers, n_query, width)
+    return Geometry(name, n_layers, n_heads, head_dim, *counts, None, n_query, width)
 
 
 def _without_weights(config: Any, trust_remote_code: bool) -> Any:

@@ -11,6 +11,7 @@ from kvfit.fit.capture import models
 from kvfit.fit.capture.ranks import Ranks
 from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.stats import digests
+from kvfit.model.decoder import decoder_parameters, hidden_size
 from kvfit.spec import ModelSpec
 
 PACKAGES = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
@@ -18,7 +19,7 @@ PACKAGES = ("kvfit-mappers", "torch", "transformers", "datasets", "zarr")
 
 def make_recipe(
     specs: list[ModelSpec],
-    decoder_parameters: list[int],
+    loaded: list[Any],
     texts: tuple[TextOptions, ...],
     options: dict[str, Any],
     loading: tuple[models.Options, models.Options],
@@ -26,6 +27,8 @@ def make_recipe(
     ranks: Ranks,
 ) -> dict[str, Any]:
     """The recipe. A resumed capture must have the same as before, and merged captures the same except for `part`.
+
+    `loaded` are the two models.
 
     The store also has the models' specs. Their fingerprints are repeated in the recipe, so that errors can name a difference.
     """
@@ -39,9 +42,10 @@ def make_recipe(
                 "revision": spec.revision,
                 "tokenizer": spec.tokenizer_fingerprint,
                 "weights": spec.weight_fingerprint,
-                "decoder_parameters": count,
+                "decoder_parameters": decoder_parameters(model),
+                "hidden_size": hidden_size(model),
             }
-            for spec, count in zip(specs, decoder_parameters, strict=True)
+            for spec, model in zip(specs, loaded, strict=True)
         ],
         "text": described[0] if len(described) == 1 else {"merged": described},
         "options": options,

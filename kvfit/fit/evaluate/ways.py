@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvfit.cost import map_cost
+from kvfit.cost import ITEM_BYTES, Prefill, map_cost
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.clock import at_length, shown
 from kvfit.fit.evaluate.options import Options
-from kvfit.model.decoder import decoder_parameters
+from kvfit.model.decoder import decoder_parameters, hidden_size
 from kvfit.runtime.recompute import DRAFT_TOKENS, QUESTION_TOKENS
 from kvfit.spec import KINDS, MapperSpec
 
@@ -89,8 +89,10 @@ def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, fl
         recomputed: measured share of them that `auto` recomputes.
     """
     spec = pair.mapper.spec
-    prefill = tokens * 2.0 * decoder_parameters(pair.target) + _attention(spec, tokens)
-    mapped = tokens * map_cost(spec).flops_per_token
+    item_bytes, width = ITEM_BYTES.get(spec.target.dtype, 2), hidden_size(pair.target)
+    weights = Prefill(decoder_parameters(pair.target), item_bytes, hidden_size=width)
+    prefill = tokens * 2.0 * weights.parameters + _attention(spec, tokens)
+    mapped = tokens * map_cost(spec, weights).flops_per_token
     n_exact = min(tokens, pair.exact_head + pair.exact_tail)
     guide = 2.0 * (QUESTION_TOKENS + DRAFT_TOKENS) * decoder_parameters(pair.source)
 

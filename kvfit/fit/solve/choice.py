@@ -68,7 +68,7 @@ class _Budget:
     def __init__(self, fitter: Fitter, prefill: Prefill) -> None:
         self.limit = fitter.options.cost
         self._dtype, self._prefill = fitter.options.dtype, prefill
-        self._extra = lexical_flops(fitter.reader.store.target, len(fitter.lags))
+        self._extra = lexical_flops(fitter.reader.store.target, len(fitter.lags), prefill.hidden_size)
 
     def cost(self, parameters: float) -> Cost:
         return cost_of(parameters, self._dtype, self._prefill, self._extra)
