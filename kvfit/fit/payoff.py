@@ -12,7 +12,9 @@ from typing import Any
 
 from kvfit.cost import ITEM_BYTES, Cost, Prefill, cost_of, lexical_flops
 from kvfit.fit.hardware import Rates
-from kvfit.spec import KINDS, ModelSpec
+from kvfit.fit.solve.options import Options
+from kvfit.fit.solve.system import input_set, widest_layers
+from kvfit.spec import KINDS, Inputs, Kind, ModelSpec
 
 # Tokens that the target runs itself in a handoff: the first one and the last 32.
 EXACT_TOKENS = 33
@@ -82,34 +84,63 @@ def break_even(map_seconds: Any, prefill_seconds: Any) -> int | None:
 
 
 def map_options(
-    source: ModelSpec, target: ModelSpec, prefill: Prefill, *, n_lags: int = 0, rates: Rates | None = None
+    source: ModelSpec,
+    target: ModelSpec,
+    prefill: Prefill,
+    *,
+    options: Options | None = None,
+    n_lags: int = 0,
+    rates: Rates | None = None,
 ) -> list[MapOption]:
-    """The kinds of map that a pair can have, the most expensive first.
+    """The kinds of map that `solve` can make of a pair, the most expensive first.
 
     Args:
         source: shape of the source.
         target: shape of the target.
         prefill: the target's prefill.
+        options: options of `solve`; ``auto`` for ``inputs`` counts as ``both``. Where they leave the dtype, the number of
+            source layers or the rank to `solve`, several are listed.
         n_lags: number of lags of lexical inputs; 0 for none.
         rates: rates of a machine, for times and break-even lengths.
     """
-    lexical = n_lags * target.first_width
+    asked = options or Options()
+    inputs: Inputs = "same" if asked.inputs == "same" else "both"
     mapped = range(1 if n_lags else 0, target.n_layers)
-    outputs = sum(target.width_of(kind, i) for kind in KINDS for i in mapped)
-    of_source = sum(source.width_of(kind, i) for kind in KINDS for i in range(source.n_layers))
-    inputs = of_source + lexical
-    rows = [(f"all {source.n_layers} layers, float32", inputs * outputs, "float32")]
-    rows.append((f"all {source.n_layers} layers", inputs * outputs, "bfloat16"))
-    if source.n_layers > 8:
-        rows.append(("8 layers each", (of_source * 8 // source.n_layers + lexical) * outputs, "bfloat16"))
-    ranks = [rank for rank in RANKS if rank < min(inputs, outputs)] or [min(inputs, outputs) // 4]
-    rows += [(f"shared basis, rank {rank}", rank * (inputs + outputs), "bfloat16") for rank in ranks]
+    outputs = {kind: sum(target.width_of(kind, i) for i in mapped) for kind in KINDS}
+
+    def widths(count: int) -> dict[Kind, int]:
+        """F per kind, where maps read the `count` widest source layers."""
+        layers, lags = widest_layers(source, count), range(n_lags)
+        return {kind: input_set((source, target), kind, layers, asked.support, inputs, lags).n_inputs for kind in KINDS}
+
+    def separate(count: int) -> int:
+        return sum(outputs[kind] * width for kind, width in widths(count).items())
+
+    dtypes = ("float32", "bfloat16") if asked.dtype == "auto" else (asked.dtype,)
+    n_layers = asked.top_k if isinstance(asked.top_k, int) else source.n_layers
+    rows = []
+    if not isinstance(asked.rank, int):
+        name = f"{n_layers} layers each" if isinstance(asked.top_k, int) else f"all {n_layers} layers"
+        rows += [(name, separate(n_layers), dtype) for dtype in dtypes]
+        if not isinstance(asked.top_k, int) and n_layers > 8:
+            rows.append(("8 layers each", separate(8), dtypes[-1]))
+    width, made = widths(n_layers)["keys"], sum(outputs.values())
+    ranks = _ranks(asked, min(width, made)) if asked.may_share(inputs) else []
+    rows += [(f"shared basis, rank {rank}", rank * (width + made), dtypes[-1]) for rank in ranks]
     extra = lexical_flops(target, n_lags, prefill.hidden_size)
     return [_option(*row, prefill, extra, rates) for row in rows]
 
 
+def _ranks(options: Options, most: int) -> list[int]:
+    """The ranks to list, up to `most`."""
+    if isinstance(options.rank, int):
+        return [min(options.rank, most)]
+    return [rank for rank in RANKS if rank < most] or [most // 4]
+
+
 def _option(name: str, parameters: int, dtype: str, prefill: Prefill, extra: float, rates: Rates | None) -> MapOption:
     cost = cost_of(parameters, dtype, prefill, extra)
+    name += "" if dtype == "bfloat16" else f", {dtype}"
     if rates is None:
         return MapOption(name, parameters, dtype, cost)
 

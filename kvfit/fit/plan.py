@@ -7,7 +7,7 @@ among source layers whose heads differ. Operations are those of matrix products 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kvfit.cost import Prefill
@@ -217,10 +217,10 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
         forward_flops=2.0 * (a.parameters + b.parameters) * capture.num_sequences * capture.seq_len,
         statistics_flops=per_token * tokens,
         solve_flops=_solve_flops(read, targets, chosen == a.n_layers, 1 if solve.penalty != "auto" else len(PENALTIES)),
-        solve_bytes=least_bytes(read, "float64", basis=solve.rank != "none" and inputs == "both" and solve.support == "full"),
+        solve_bytes=least_bytes(read, "float64", basis=solve.may_share(inputs)),
         bundle_bytes=sum(layout.target.width_of(*block) * (item * reads[block[0]].n_inputs + 4) for block in targets),
         evaluate_flops=2.0 * (a.parameters + b.parameters) * EVALUATION_TOKENS,
-        maps=map_options(*pair, prefill, n_lags=len(lags), rates=rates),
+        maps=map_options(*pair, prefill, options=replace(solve, inputs=inputs), n_lags=len(read_lags), rates=rates),
         gpus=options.gpus,
         rates=rates,
     )

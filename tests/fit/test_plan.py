@@ -30,7 +30,7 @@ from kvfit.spec import KINDS
 
 SOURCE, TARGET = "demo:source", "demo:target"
 FLOAT32 = models.Options(dtype="float32", device="cpu")
-OF_SOLVE, OF_PLAN = ("top_k", "support", "dtype"), ("memory_budget", "batch_size", "revisions", "gpus")
+OF_SOLVE, OF_PLAN = ("top_k", "support", "dtype", "rank"), ("memory_budget", "batch_size", "revisions", "gpus")
 
 
 def plan(source: str, target: str, rates: Rates | None = None, **asked: Any) -> Plan:
@@ -136,7 +136,8 @@ def test_published_rates_are_a_stated_share_of_the_peak() -> None:
 
 
 def test_maps_of_the_papers_pair_cost_what_their_shapes_say() -> None:
-    maps = {option.name: option for option in plan("qwen3-14b", "qwen3-32b", rates=published_rates("h100")).maps}
+    free = {"rank": "auto", "dtype": "auto", "rates": published_rates("h100")}
+    maps = {option.name: option for option in plan("qwen3-14b", "qwen3-32b", **free).maps}
     inputs, outputs = 2 * 40 * 1024 + 3 * 2048, 2 * 63 * 1024
     full, basis = maps["all 40 layers, float32"], maps["shared basis, rank 4096"]
     assert full.parameters == inputs * outputs
@@ -149,6 +150,36 @@ def test_maps_of_the_papers_pair_cost_what_their_shapes_say() -> None:
     assert basis.cost.share == pytest.approx(max(basis.cost.flops_per_token / 64e9, basis.nbytes / 64e9))
     assert basis.break_even < 1000
     assert all(option.break_even is None for option in plan("qwen3-14b", "qwen3-32b").maps)  # no machine, no length
+
+
+def test_maps_are_those_that_were_asked_for() -> None:
+    """Each number is written out for 40 layers of 1,024 to 64, and lags of 2,048."""
+
+    def weights(**asked: Any) -> dict[str, int]:
+        free = {"rank": "auto", "dtype": "auto", "lexical": (0, 1)} | asked
+        return {option.name: option.parameters for option in plan("qwen3-14b", "qwen3-32b", **free).maps}
+
+    of_layer, lags, outputs = 2 * 1024, 2 * 2048, 2 * 63 * 1024
+    three = (3 * of_layer + lags) * outputs
+    assert weights(top_k=3) == {"3 layers each, float32": three, "3 layers each": three}
+    same = weights(inputs="same")
+    assert same["all 40 layers"] == (40 * 1024 + lags) * outputs
+    assert same["8 layers each"] == (8 * 1024 + lags) * outputs
+    assert not any("basis" in name for name in same)  # which needs keys and values
+    # One head of 128 in place of 8, no lexical inputs, and so a map of layer 0 as well.
+    assert weights(support="head", top_k=3, inputs="same")["3 layers each"] == 3 * 128 * 2 * 64 * 1024
+    assert weights(rank="none", dtype="float16") == {
+        "all 40 layers, float16": (40 * of_layer + lags) * outputs,
+        "8 layers each, float16": (8 * of_layer + lags) * outputs,
+    }
+    assert weights(rank=512, top_k=3) == {"shared basis, rank 512": 512 * (3 * of_layer + lags + outputs)}
+    with pytest.raises(OptionError, match="--rank 512: found --inputs same"):
+        weights(rank=512, inputs="same")
+
+
+def test_memory_for_a_basis_is_needed_where_solve_makes_one() -> None:
+    needed = {rank: plan("qwen3-8b", "qwen3-14b", top_k=8, rank=rank).solve_bytes for rank in ("none", "auto", 64)}
+    assert needed["none"] == needed["auto"] < needed[64]
 
 
 def test_a_handoff_pays_from_where_it_is_faster() -> None:

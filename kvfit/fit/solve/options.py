@@ -103,13 +103,16 @@ class Options:
                 f"{store.path}: found statistics of like kinds only, needed keys by values: capture with --inputs both"
             )
         inputs = store.inputs if self.inputs == "auto" else self.inputs
-        rank = self.rank
-        if rank == "auto" and not (inputs == "both" and self.support == "full" and self.top_k == "all"):
-            rank = "none"
+        rank = self.rank if self.may_share(inputs) else "none"
         dtype = self.dtype
         if dtype == "auto":
             dtype = "bfloat16" if store.target.dtype in ("bfloat16", "float16") else "float32"
         return dataclasses.replace(self, inputs=inputs, rank=rank, dtype=dtype)
+
+    def may_share(self, inputs: Inputs) -> bool:
+        """Whether the maps may read a shared basis, given the `inputs` that stand for ``auto``."""
+        free = self.rank == "auto" and (inputs, self.support, self.top_k) == ("both", "full", "all")
+        return free or isinstance(self.rank, int)
 
     def check_layers(self, n_source: int) -> None:
         """Refuse more source layers than there are: a report that says 8 layers where 4 were read would mislead.
