@@ -141,7 +141,9 @@ def handoff(
         target_cache: a cache of the target from an earlier turn. The longest common prefix of `target_ids` and `input_ids` is
             kept, everything after it is cropped off, and only newer tokens are mapped. It is changed in place and becomes the
             result's cache; only if tokens are run again in a target with windows, the result gets a new cache.
-        target_ids: (B, n), the ids that `target_cache` was made from; needed with `target_cache`.
+        target_ids: (B, n), the ids that `target_cache` was made from; needed with `target_cache`. Up to 32 of the kept tokens
+            per row are compared with layer 0 of the cache. They are believed where a target's layer 0 depends on more than the
+            token, and beyond the source's cache if the mapper has no lexical inputs, because such a token may have been mapped.
         on_error: ``raise``, or ``prefill`` to let the target prefill after any error and to report that in the result. The
             prefill still reuses what `target_cache` holds of the conversation, mapped tokens included, unless the error was in
             the target or that cache. Ids, a mask or a target with which a prefill is impossible raise in both cases.

@@ -12,9 +12,7 @@ with prefix = min(T, S - 1). With guided recompute the target then runs the most
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,7 @@ from kvfit.model.placeholders import Placeholders
 from kvfit.runtime.checks import check_source, check_vocabulary, common_tokens
 from kvfit.runtime.features import Pairs
 from kvfit.runtime.mapper import Mapper
-from kvfit.runtime.passes import check_mapped, check_ran, run, undone_on_error
+from kvfit.runtime.passes import check_mapped, check_ran, run, timed, undone_on_error
 from kvfit.runtime.recompute import guided_tokens
 from kvfit.runtime.request import Wanted
 from kvfit.runtime.rewrite import full_copy, refuse_static, rewrite
@@ -86,6 +84,7 @@ class Mover:
         self.mask = mask
         self.positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.padding = int((mask == 0).sum(-1).max())
+        self.real = mask if self.padding else None
         self.seconds: dict[str, float] = {}
         # The cache that the caller passed, and how many first tokens it shares with the conversation; None until that is known.
         self.own: tuple[Any, int] | None = None
@@ -106,7 +105,7 @@ class Mover:
         self.seconds = {}
         with undone_on_error(cache, reused):
             n_exact = self._run(cache, reused, prefix, "prefill")
-            check_ran(cache, [(reused, prefix)], self._real())
+            check_ran(cache, [(reused, prefix)], self.real)
         return Filled(cache, n_mapped=0, n_exact=n_exact, n_reused=caches.cache_length(cache) - n_exact)
 
     def move(self, mapper: Mapper, source_cache: Any, wanted: Wanted, target_cache: Any, target_ids: Tensor | None) -> Filled:
@@ -118,12 +117,15 @@ class Mover:
         reused = self._common(mapper, target_cache, target_ids)
         if target_cache is not None and target_cache is source_cache:
             raise MismatchError("target_cache: found source_cache itself, needed a cache that the target may change")
-        if target_cache is not None:
-            self.own = target_cache, reused
+        self.own = target_cache, reused
         mapper.check_models(wanted.guide)
         pairs, parts = self._parts(mapper, source_cache, wanted, reused)
         if not wanted.recompute:  # with a guide, more tokens are compared later
             mapper.check_tokens(pairs, self.input_ids, self.mask)
+        if reused and not mapper.spec.lexical_lags:
+            self.own = None  # so that a prefill does not reuse what is refused here
+            self._check_held(mapper, pairs, target_cache, reused)
+            self.own = target_cache, reused
         windowed = any(window is not None for window in mapper.spec.target.windows)
         # Where the target runs all that is moved, there is nothing that it could run better.
         own = parts.tail <= parts.head and not reused
@@ -165,7 +167,7 @@ class Mover:
         """The mapped keys and values of every target layer, checked; [] if no token is mapped."""
         if parts.tail <= parts.head:
             return []
-        with _timed(self.seconds, "transfer"):
+        with timed(self.seconds, "transfer"):
             cut = [(keys[:, :, : parts.tail], values[:, :, : parts.tail]) for keys, values in pairs]
             # With an empty cache the head is mapped too, and then overwritten by the target's own keys and values, because
             # appending to a cache that already holds the head would copy every layer.
@@ -198,13 +200,13 @@ class Mover:
         n_mapped = caches.cache_length(work) - before - n_exact
         if tokens is not None:
             self._run_again(work, tokens, parts.tail, windows)
-            check_ran(work, [(0, parts.tail)], self._real())
+            check_ran(work, [(0, parts.tail)], self.real)
         if work is not cache:
             cache = caches.new_cache(self.model)
             for layer_index, (keys, values) in enumerate(caches.read_cache(work)):
                 caches.append(cache, layer_index, keys, values)
         n_exact += self._run(cache, parts.tail, parts.prefix)
-        check_ran(cache, [(parts.reused, parts.head), (parts.tail, parts.prefix)], self._real())
+        check_ran(cache, [(parts.reused, parts.head), (parts.tail, parts.prefix)], self.real)
         return Filled(cache, n_mapped=n_mapped, n_exact=n_exact, n_reused=before, recomputed=tokens)
 
     def _fill(self, cache: Any, mapped: Pairs, parts: Parts) -> int:
@@ -224,17 +226,17 @@ class Mover:
         """Let the target run tokens start to stop - 1 on top of the cache. Returns the number of tokens that it ran."""
         if stop <= start:
             return 0
-        with _timed(self.seconds, part):
+        with timed(self.seconds, part):
             return run(
                 self.model,
                 self.input_ids[:, start:stop],
                 cache,
                 position_ids=self.positions[:, start:stop],
-                attention_mask=self.mask[:, :stop] if self.padding else None,
+                attention_mask=None if self.real is None else self.real[:, :stop],
             )
 
     def _run_again(self, cache: Any, tokens: Tensor, tail: int, windows: tuple[int | None, ...]) -> None:
-        with _timed(self.seconds, "recompute"):
+        with timed(self.seconds, "recompute"):
             rewrite(
                 self.model,
                 self.input_ids[:, :tail],
@@ -251,7 +253,7 @@ class Mover:
         if wanted.exact_tokens is None:
             if not wanted.recompute or tail <= first:
                 return None
-            with _timed(self.seconds, "guide"):
+            with timed(self.seconds, "guide"):
                 tokens = guided_tokens(
                     wanted.guide,
                     pairs,
@@ -259,7 +261,7 @@ class Mover:
                     prefix=prefix,
                     among=range(first, tail),
                     fraction=wanted.recompute,
-                    attention_mask=self.mask if self.padding else None,
+                    attention_mask=self.real,
                     excluded=self.placeholders.found,
                 ).to(self.input_ids.device)
         else:
@@ -279,8 +281,15 @@ class Mover:
             check_held_tokens(self.model, target_cache, self.input_ids, reused, self.mask)
         return reused
 
-    def _real(self) -> Tensor | None:
-        return self.mask if self.padding else None
+    def _check_held(self, mapper: Mapper, pairs: Pairs, target_cache: Any, reused: int) -> None:
+        """Refuse held tokens whose layer 0 is neither the target's own nor what the mapper makes of the source's cache."""
+
+        def mapped(tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            cut = [(keys[:, :, tokens], values[:, :, tokens]) for keys, values in pairs]
+            return caches.read_cache(mapper.transfer(cut, positions=positions, layers=[0]))[0]
+
+        covered = min(reused, pairs[0][0].shape[2])  # a token beyond the source's cache may have been mapped earlier
+        check_held_tokens(self.model, target_cache, self.input_ids, covered, self.mask, mapped)
 
     def _refuse_what_cannot_run(self, mapper: Mapper, parts: Parts, tokens: Tensor | None) -> None:
         """Refuse placeholders among the tokens whose embeddings the target would compute itself."""
@@ -289,10 +298,3 @@ class Mover:
         if tokens is not None:
             chosen = torch.zeros_like(self.input_ids, dtype=torch.bool).scatter_(1, tokens, True)
             self.placeholders.refuse(0, parts.prefix, chosen)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    begun = time.perf_counter()
-    yield
-    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begun

@@ -1,7 +1,8 @@
-"""Check what each pass has written to the target's cache, and undo it if something goes wrong."""
+"""Run and time passes of the target, check what each has written to its cache, and undo it if something goes wrong."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,14 @@ from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
 from kvfit.model.decoder import family
 from kvfit.runtime.features import Pairs
+
+
+@contextmanager
+def timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Add the wall time of a part to `seconds`."""
+    begun = time.perf_counter()
+    yield
+    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - begun
 
 
 def run(

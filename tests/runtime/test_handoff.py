@@ -706,10 +706,11 @@ def other_text(ids):
     return other
 
 
+@pytest.mark.parametrize("make", [lexical_identity, identity_mapper])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
-def test_a_target_cache_of_other_tokens_than_its_ids_say(name):
+def test_a_target_cache_of_other_tokens_than_its_ids_say(name, make):
     model = small_model(name)
-    mapper = lexical_identity(model)
+    mapper = make(model)
     ids = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0))
     held = prefilled(model, ids[:, :30])
     wrong = other_text(ids)
@@ -726,10 +727,11 @@ def test_a_target_cache_of_other_tokens_than_its_ids_say(name):
     close(moved.cache, prefilled(model, ids[:, :39]))
 
 
-def test_a_target_cache_of_a_turn_with_another_mask():
+@pytest.mark.parametrize("make", [lexical_identity, identity_mapper])
+def test_a_target_cache_of_a_turn_with_another_mask(make):
     """The mask of the turn before was forgotten: every token of the padded row would stand elsewhere."""
     model = small_model()
-    mapper = lexical_identity(model)
+    mapper = make(model)
     ids = torch.randint(5, 90, (2, 30), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
@@ -741,6 +743,56 @@ def test_a_target_cache_of_a_turn_with_another_mask():
         handoff(mapper, model, ids, prefilled(model, ids), **held)
     second = handoff(mapper, model, ids, prefilled(model, ids, mask), attention_mask=mask, **held)
     assert second.n_reused == 19
+
+
+def test_a_cache_of_mapped_and_own_tokens_is_known_by_either(pair):
+    """A map that is far from exact in layer 0. What it made and what the target ran are kept; other tokens are refused."""
+    source, target, mapper = pair
+    ids, other = tokens(2, 60), tokens(2, 60, seed=1)
+    source_cache = prefilled(source, ids)
+
+    def first():
+        moved = handoff(mapper, target, ids[:, :31], prefilled(source, ids[:, :30]), exact_head=3)
+        caches.forward(target, ids[:, 30:40], moved.cache, base=True)
+        return {"target_cache": moved.cache, "target_ids": ids[:, :40].clone()}
+
+    held = first()
+    native = prefilled(target, ids[:, :40])
+    error = (held["target_cache"].layers[0].values - native.layers[0].values).abs().amax((1, 3))
+    assert (error[:, 3:30] > 0.5 * native.layers[0].values.abs().amax()).all()
+    assert handoff(mapper, target, ids, source_cache, **held).n_reused == 40
+    shifted = other_text(ids)
+    with pytest.raises(MismatchError, match="target_cache: found keys and values of another token than input_ids has at row 0"):
+        handoff(
+            mapper,
+            target,
+            shifted,
+            prefilled(source, shifted),
+            target_cache=first()["target_cache"],
+            target_ids=shifted[:, :40],
+        )
+    # Beyond the source's cache nothing shows whether a token was mapped, so it is believed.
+    lone = torch.cat([ids[:, :20], other[:, 20:]], 1)
+    believed = handoff(mapper, target, lone, prefilled(source, lone[:, :20]), **{**first(), "target_ids": lone[:, :40]})
+    assert believed.n_reused == 40
+
+
+def test_a_first_layer_that_looks_at_other_tokens_shows_nothing(monkeypatch):
+    """Token shift before layer 0: computing single tokens gives another layer 0, and that must not refuse a right cache."""
+    model = small_model()
+    mapper = identity_mapper(model)
+    ids = torch.randint(5, 90, (1, 30), generator=torch.Generator().manual_seed(0))
+    original = type(model.model.layers[0]).forward
+
+    def mixed(layer, states, *args, **kwargs):
+        shifted = torch.cat([states[:, :1], states[:, :-1]], 1)
+        return original(layer, states + shifted if layer is model.model.layers[0] else states, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model.layers[0]), "forward", mixed)
+    source = prefilled(model, ids)
+    mapper.bind(model, model)
+    held = prefilled(model, ids[:, :20])
+    assert handoff(mapper, model, ids, source, target_cache=held, target_ids=ids[:, :20]).n_reused == 20
 
 
 def test_a_conversation_whose_cache_another_handoff_has_taken():
