@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvfit.errors import MismatchError
 from kvfit.model.decoder import cached_heads, family, layer_devices, text_config, unwrapped
-from kvfit.model.forward import base_model, cache_argument, forward
+from kvfit.model.forward import base_model, cache_argument, forward, stops_when_filled
 from kvfit.model.reading import LayerState, Pair, cache_length, first_nonfinite, layer_states, own_layers, read_cache
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "place",
     "read_cache",
     "recording_cache",
+    "stops_when_filled",
     "unwrapped",
 ]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError, UnsupportedModelError
-from kvfit.model.decoder import family, unwrapped
+from kvfit.model.decoder import family, owning_layers, unwrapped
 from kvfit.model.reading import cache_length
 
 
@@ -88,6 +90,41 @@ def forward(
         arguments["logits_to_keep"] = logits_to_keep
     logits: Tensor = model(input_ids=input_ids, use_cache=True, **arguments).logits
     return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
+
+
+class _Filled(BaseException):
+    """Ends a pass that has filled its cache. It is not an `Exception`, so that no model code can swallow it."""
+
+
+@contextmanager
+def stops_when_filled(model: Any, cache: Any) -> Iterator[None]:
+    """End a pass of the block, and the block, as soon as the last layer with keys and values of its own has cached them.
+
+    Nothing after that changes the cache: not this layer's attention and feed-forward network, which are the share 1 / L of a
+    pass, nor layers that read another layer's keys and values, nor the head.
+
+    Args:
+        model: a causal language model.
+        cache: the transformers cache that the pass fills.
+    """
+    last, update, replaced = owning_layers(model) - 1, cache.update, vars(cache).get("update")
+
+    def last_update(keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        cached = update(keys, values, layer_idx, *args, **kwargs)
+        if layer_idx == last:
+            raise _Filled
+        return cached
+
+    cache.update = last_update  # hides the class's method for this one cache
+    try:
+        yield
+    except _Filled:
+        pass
+    finally:
+        if replaced is None:
+            del cache.update
+        else:
+            cache.update = replaced
 
 
 def base_model(model: Any) -> Any:

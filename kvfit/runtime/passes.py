@@ -35,7 +35,8 @@ def run(
         UnsupportedModelError: a layer has grown by another number.
     """
     before = [state.length for state in caches.layer_states(cache)]
-    caches.forward(model, input_ids, cache, position_ids=position_ids, attention_mask=attention_mask, base=True)
+    with caches.stops_when_filled(model, cache):
+        caches.forward(model, input_ids, cache, position_ids=position_ids, attention_mask=attention_mask, base=True)
     states = caches.layer_states(cache)
     added = {state.length - length for state, length in zip(states, before + [0] * len(states), strict=False)}
     if added != {input_ids.shape[1]}:

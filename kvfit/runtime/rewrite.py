@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError, UnsupportedModelError
-from kvfit.model.cache import base_model, cache_argument, cache_dtype, full_cache, own_layers, place
+from kvfit.model.cache import (
+    base_model,
+    cache_argument,
+    cache_dtype,
+    full_cache,
+    own_layers,
+    place,
+    stops_when_filled,
+)
 from kvfit.model.decoder import family, input_device, text_config, unwrapped
 
 # Tokens that are run at a time, to bound the memory of the mask, which has a row as long as the sequence for each of them. A
@@ -106,13 +114,15 @@ def rewrite(
     real = attention_mask.to(tokens.device).bool()
     *ends, padded = torch.stack([*(piece.amax() + 1 for piece in pieces), (~real).any()]).tolist()  # one read from the device
     for piece, stop in zip(pieces, ends, strict=True):
-        base_model(model)(
-            input_ids=input_ids.gather(1, piece.to(input_ids.device)),
-            attention_mask=_masks(model, piece, real[:, :stop], bool(padded), windows),
-            position_ids=position_ids.gather(1, piece.to(position_ids.device)),
-            use_cache=True,
-            **{cache_argument(model): _rewriting_cache(cache, piece, stop)},
-        )
+        rewriting = _rewriting_cache(cache, piece, stop)
+        with stops_when_filled(model, rewriting):
+            base_model(model)(
+                input_ids=input_ids.gather(1, piece.to(input_ids.device)),
+                attention_mask=_masks(model, piece, real[:, :stop], bool(padded), windows),
+                position_ids=position_ids.gather(1, piece.to(position_ids.device)),
+                use_cache=True,
+                **{cache_argument(model): rewriting},
+            )
 
 
 def _masks(model: Any, tokens: Tensor, real: Tensor, padded: bool, windows: Sequence[int | None]) -> Any:

@@ -1,11 +1,12 @@
 """Running a model on top of a cache: masks, positions, logits, devices."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from zoo import FAMILIES, VOCABULARY, build
+from zoo import FAMILIES, VOCABULARY, Family, build
 
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
@@ -59,6 +60,59 @@ def test_logits_to_keep_and_base(qwen3: Any) -> None:
     torch.testing.assert_close(last, everything[:, -2:], rtol=0, atol=1e-5)
     torch.testing.assert_close(qwen3.lm_head(hidden), everything, rtol=0, atol=1e-5)
     assert not everything.requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("make", [caches.full_cache, caches.new_cache], ids=["full", "own"])
+def test_a_pass_that_only_fills_a_cache_leaves_the_same_bits(family: Family, make: Any) -> None:
+    """In two steps, the second beyond the windows; every layer, in the cache that keeps all tokens and in the model's own."""
+    model, ids, ended = build(family), prompt(40, batch=2), []
+    whole, filled = (make() if make is caches.full_cache else make(model) for _ in range(2))
+    model.get_input_embeddings().register_forward_hook(lambda *_: ended.append("begun"))
+    caches.base_model(model).register_forward_hook(lambda *_: ended.append("ended"))
+    for piece in ids.split(30, dim=1):
+        caches.forward(model, piece, whole, base=True)
+        with caches.stops_when_filled(model, filled):
+            caches.forward(model, piece, filled, base=True)
+    assert ended == ["begun", "ended", "begun"] * 2
+    assert len(whole.layers) == len(filled.layers)
+    for one, other in zip(caches.own_layers(whole), caches.own_layers(filled), strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+        assert int(one.get_seq_length()) == int(other.get_seq_length()) == 40
+
+
+def test_a_pass_that_only_fills_a_cache_ends_at_its_last_layer() -> None:
+    """Its attention and all that follows do not run; afterwards cache and model are as they were, also after an error."""
+    model, ids, ran, cache = build(BY_NAME["qwen3"]), prompt(6), [], caches.full_cache()
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.o_proj.register_forward_hook(lambda *_, index=index: ran.append(index))
+    with caches.stops_when_filled(model, cache):
+        caches.forward(model, ids, cache, base=True)
+    assert ran == [0, 1]
+    assert "update" not in vars(cache)
+    with pytest.raises(MismatchError, match="attention_mask"), caches.stops_when_filled(model, cache):
+        caches.forward(model, ids, cache, attention_mask=torch.ones(1, 3))
+    assert "update" not in vars(cache)
+    found, wanted = caches.forward(model, prompt(3), cache), caches.full_cache()
+    caches.forward(model, ids, wanted)
+    assert torch.equal(found, caches.forward(model, prompt(3), wanted))
+    assert ran[2:] == [0, 1, 2] * 3
+
+
+def test_a_pass_that_only_fills_a_cache_leaves_offloaded_weights_offloaded(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, ids, wanted, found = build(BY_NAME["qwen3"]), prompt(9), caches.full_cache(), caches.full_cache()
+    caches.forward(model, ids, wanted, base=True)
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "disk", "model.rotary_emb": "cpu"}
+    model = accelerate.dispatch_model(
+        model, {**places, "lm_head": "cpu"}, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
+    )
+    with caches.stops_when_filled(model, found):
+        caches.forward(model, ids, found, base=True)
+    for one, other in zip(caches.read_cache(found), caches.read_cache(wanted), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert all(parameter.is_meta for parameter in model.model.layers[2].parameters())
 
 
 def test_a_model_that_is_only_its_head_has_no_base(qwen3: Any) -> None:

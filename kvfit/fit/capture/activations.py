@@ -64,7 +64,8 @@ class Activations:
             MismatchError: a layer did not cache every token exactly once.
         """
         cache = caches.full_cache()
-        caches.forward(self.model, ids.to(self.device), cache, base=True)
+        with caches.stops_when_filled(self.model, cache):
+            caches.forward(self.model, ids.to(self.device), cache, base=True)
         # Only the kept tokens are un-rotated.
         kept = slice(self.kept.start, self.kept.stop, self.kept.step)
         out: dict[Group, list[Tensor]] = {kind: [] for kind in KINDS}
