@@ -38,11 +38,10 @@ ARMS: tuple[Arm, ...] = get_args(Arm)
 
 @torch.no_grad()
 def source_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
-    """The source's keys and values of a prefix (B, P), in the target's dtype."""
+    """The source's keys and values of a prefix (B, P)."""
     cache = caches.full_cache()
     caches.forward(pair.source, prefix_ids.to(input_device(pair.source)), cache, base=True)
-    dtype = getattr(pair.target, "dtype", None)
-    return [(keys.to(dtype), values.to(dtype)) for keys, values in caches.read_cache(cache)]
+    return caches.read_cache(cache)
 
 
 @torch.no_grad()
@@ -56,12 +55,7 @@ def target_pairs(pair: Pair, prefix_ids: Tensor) -> Pairs:
 @torch.no_grad()
 def mapped_pairs(pair: Pair, prefix_ids: Tensor, sources: Pairs) -> Pairs:
     """The mapped keys and values of a prefix (B, P), per target layer."""
-    return pair.mapper.transfer_layers(sources, **lexical(pair.mapper, prefix_ids, pair.target))
-
-
-def lexical(mapper: Mapper, prefix_ids: Tensor, target: Any) -> dict[str, Any]:
-    """The arguments that a map with lexical inputs needs in addition to the source's cache; none for other maps."""
-    return {"input_ids": prefix_ids, "target_model": target} if mapper.spec.lexical_lags else {}
+    return pair.mapper.transfer_layers(sources, input_ids=prefix_ids, target_model=pair.target)
 
 
 def raw_allowed(mapper: Mapper) -> bool:
@@ -129,10 +123,9 @@ class Prefixes:
         rows = torch.arange(len(self.ids)) if rows is None else rows
         if arm == "no_context":
             return None
-        if arm == "native" or (arm == "source" and self.sources[0][0].dtype != caches.cache_dtype(pair.source)):
-            model = model_of(pair, arm)
-            cache = caches.new_cache(model)
-            caches.forward(model, self.ids.to(input_device(model)), cache, base=True)
+        if arm == "native":
+            cache = caches.new_cache(pair.target)
+            caches.forward(pair.target, self.ids.to(input_device(pair.target)), cache, base=True)
             return selected(cache, rows)
         if arm == "source":
             return filled(pair.source, _rows(self.sources, rows))
@@ -198,11 +191,11 @@ def selected(cache: Any, rows: Tensor) -> Any:
 
 
 def filled(model: Any, pairs: Pairs) -> Any:
-    """A cache of `model` that holds the given keys and values, each layer on the device that runs it."""
-    cache = caches.new_cache(model)
+    """A cache of `model` that holds the given keys and values in its dtype, each layer on the device that runs it."""
+    cache, dtype = caches.new_cache(model), caches.cache_dtype(model)
     devices = caches.layer_devices(model, len(pairs))
     for layer_index, (keys, values) in enumerate(pairs):
-        caches.append(cache, layer_index, keys.to(devices[layer_index]), values.to(devices[layer_index]))
+        caches.append(cache, layer_index, *(half.to(devices[layer_index], dtype) for half in (keys, values)))
     return cache
 
 

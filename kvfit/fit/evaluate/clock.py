@@ -124,13 +124,13 @@ def milliseconds(
 def _runs(pair: arms.Pair, ids: Tensor) -> dict[str, Callable[[], Any]]:
     """The functions to time at one length, by the names of `TIMED`."""
     prefixes = arms.Prefixes(pair, ids)
-    sources, lexical = prefixes.sources, arms.lexical(pair.mapper, ids, pair.target)
+    sources = prefixes.sources
     half = ids.shape[1] // 2
     held = arms.Rewindable(arms.Prefixes(pair, ids[:, :half]).cache("native"))
     second_half = ids[:, half:].to(input_device(pair.target))
 
     def transfer(cache: Any) -> None:
-        pair.mapper.transfer(sources, into=cache, **lexical)
+        pair.mapper.transfer(sources, into=cache, input_ids=ids, target_model=pair.target)
 
     return {
         "transfer": lambda: transfer(caches.new_cache(pair.target)),

@@ -137,7 +137,7 @@ class Comparison:
         )
 
     def mapper(self, bundle: Bundle) -> Mapper:
-        """A bundle's mapper on the target's devices."""
+        """A bundle's mapper, bound to the target."""
         return mapper_for(bundle, self.pair.target)
 
     @torch.no_grad()

@@ -136,7 +136,9 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
         sources = arms.source_pairs(pair, prefix_ids)
         own = arms.target_pairs(pair, prefix_ids)
         mapped = arms.mapped_pairs(pair, prefix_ids, sources)
-        naive = None if rotated is None else rotated.transfer_layers(sources, **arms.lexical(rotated, prefix_ids, pair.target))
+        naive = None
+        if rotated is not None:
+            naive = rotated.transfer_layers(sources, input_ids=prefix_ids, target_model=pair.target)
         for layer_index in range(n_layers):
             table = spec.target.rope.table(layer_index)
             for kind, ours, theirs in zip(KINDS, mapped[layer_index], own[layer_index], strict=True):

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture import models
 from kvfit.fit.capture.locate import recorded_refs
-from kvfit.model import cache as caches
 from kvfit.model.decoder import text_config
-from kvfit.model.identity import check_model
 from kvfit.runtime.mapper import Mapper
 
 if TYPE_CHECKING:
@@ -24,7 +22,7 @@ class Pair:
     Attributes:
         source: the loaded source.
         target: the loaded target.
-        mapper: the mapper between them, with its weights on the target's devices.
+        mapper: the mapper between them, bound to both.
         exact_head: number of first tokens that the target runs itself in the `handoff` arm.
         exact_tail: number of last tokens of the prefix that it runs itself there.
         recompute: share of the prefix that it recomputes there, guided by the source; 0 for none.
@@ -49,7 +47,7 @@ def load_pair(
     loading: tuple[models.Options, models.Options] | None = None,
     **options: Any,
 ) -> tuple[Pair, Any]:
-    """Load and check both models of a bundle. Returns them with the mapper on the target's devices, and the tokenizer.
+    """Load and check both models of a bundle. Returns them with the mapper bound to both, and the tokenizer.
 
     Args:
         bundle: an open bundle.
@@ -62,21 +60,23 @@ def load_pair(
         RefError: a model cannot be found.
         MismatchError: the bundle was fitted on another model.
     """
-    specs = (bundle.spec.source, bundle.spec.target)
     refs = recorded_refs(bundle.spec, source, target)
     loaded = [
         models.load(ref, revision, how)
         for (ref, revision), how in zip(refs, loading or (models.Options(), models.Options()), strict=True)
     ]
-    for spec, model in zip(specs, loaded, strict=True):
-        check_model(spec, model.model, model.tokenizer)
-    return Pair(loaded[0].model, loaded[1].model, mapper_for(bundle, loaded[1].model), **options), loaded[1].tokenizer
+    a, b = loaded
+    mapper = _unjudged(bundle).bind(a.model, tokenizer=a.tokenizer).bind(target_model=b.model, tokenizer=b.tokenizer)
+    return Pair(a.model, b.model, mapper, **options), b.tokenizer
 
 
 def mapper_for(bundle: Bundle, target: Any) -> Mapper:
-    """A bundle's mapper on the devices of the loaded target, whatever the verdict of an earlier evaluation."""
-    devices = caches.layer_devices(target, bundle.spec.target.n_layers)
-    return Mapper.from_bundle(replace(bundle, evaluation=None)).to(devices)
+    """A bundle's mapper bound to the loaded target, as in production, whatever the verdict of an earlier evaluation."""
+    return _unjudged(bundle).bind(target_model=target)
+
+
+def _unjudged(bundle: Bundle) -> Mapper:
+    return Mapper.from_bundle(replace(bundle, evaluation=None))
 
 
 def shared_vocabulary(pair: Pair) -> int:

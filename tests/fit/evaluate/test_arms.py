@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from fitted import fit_tiny, heldout, paired
-from made_mappers import identity_mapper
+from fitted import FLOAT32, fit_tiny, heldout, paired
+from made_mappers import content, identity_mapper, prefilled, same
 from zoo import FAMILIES, build
 
 import kvfit
+from kvfit.bundle.bundle import Bundle, write_bundle
 from kvfit.errors import MismatchError
-from kvfit.fit.evaluate.arms import Pair, Prefixes, Rewindable, greedy, mean_pairs, shared_vocabulary, source_pairs
+from kvfit.fit.evaluate.arms import Pair, Prefixes, Rewindable, greedy, load_pair, mean_pairs, shared_vocabulary, source_pairs
 from kvfit.fit.evaluate.diagnose import diagnose
 from kvfit.fit.evaluate.likelihood import likelihood
 from kvfit.fit.evaluate.options import Options
+from kvfit.fit.evaluate.pair import mapper_for
 from kvfit.fit.evaluate.ways import work_shares
 from kvfit.model.cache import cache_length, forward, new_cache, read_cache
 from kvfit.model.identity import describe_model
@@ -98,12 +100,34 @@ def test_a_source_in_another_dtype(tiny_pair: tuple[Path, Path], load: Loader) -
     target, source = tiny(0), tiny(0).to(torch.bfloat16)
     pair = Pair(source, target, identical(target, tokenizer))
     ids = heldout(tokenizer, 2, 40)
-    assert source_pairs(pair, ids)[0][0].dtype == torch.float32
-    cache = Prefixes(pair, ids[:, :29]).cache("transfer")
-    assert read_cache(cache)[1][0].dtype == torch.float32
+    assert source_pairs(pair, ids)[0][0].dtype == torch.bfloat16  # as the source's cache comes in production
+    prefixes = Prefixes(pair, ids[:, :29])
+    for arm in ("source", "raw", "mean", "transfer"):
+        cache = prefixes.cache(arm)
+        assert {half.dtype for half in read_cache(cache)[1]} == {source.dtype if arm == "source" else target.dtype}
     logits = forward(target, ids[:, 29:], cache)
     whole = forward(target, ids, new_cache(target))[:, 29:]
     assert float((logits - whole).abs().mean()) < 0.1 * float(whole.std())
+
+
+def test_what_is_judged_is_what_bind_makes(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
+    """A map of 16 bits between models of 32: production turns its weights into the target's dtype, and so must the arms."""
+    opened = Bundle.open(fit_tiny(tiny_pair, tmp_path))
+    weights = [
+        (m.kind, m.layer_index, *(part.bfloat16() for part in opened.layer(m.kind, m.layer_index))) for m in opened.spec.layers
+    ]
+    short, refs = tmp_path / "short", [str(folder) for folder in tiny_pair]
+    write_bundle(short, replace(opened.spec, dtype="bfloat16"), weights, recipe=opened.recipe, solve=opened.solve)
+    pair, tokenizer = load_pair(Bundle.open(short), source=refs[0], target=refs[1], loading=FLOAT32)
+    ids = heldout(tokenizer, 2, 40)
+    source, target = (load(folder).model for folder in tiny_pair)
+    loaded = Mapper.from_bundle(Bundle.open(short))
+    in_production = handoff(loaded.bind(source, target), target, ids, prefilled(source, ids[:, :-1]))
+    unbound = handoff(loaded, target, ids, prefilled(source, ids[:, :-1]))
+    judged = Prefixes(pair, ids[:, :-1]).cache("handoff")
+    assert same(content(judged), content(in_production.cache))
+    assert not same(content(judged), content(unbound.cache))
+    assert mapper_for(Bundle.open(short), target).maps.weights["keys", 1][0].dtype == torch.float32
 
 
 def test_the_handoff_arm_is_the_handoff(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
