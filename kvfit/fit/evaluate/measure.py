@@ -74,7 +74,10 @@ class Measured:
             rows = ways.rows(table, recalled, times, work, options, prefix - 1)
             by_prefix[str(prefix)] = {"arms": table, "recall": recalled, "ways": rows, "documents": len(ids)}
             judged = next(row for row in rows if row["judged"])
-            found = judge(table, options.thresholds, recall=recalled, documents=len(ids), speed=(judged, prefix - 1))
+            speed = judged, prefix - 1
+            found = judge(
+                table, options.thresholds, recall=recalled, documents=len(ids), speed=speed, recompute=options.recompute
+            )
             reasons.add(found, f"at {prefix} tokens: " if len(read) > 1 else "")
         diagnosis = self.diagnosis(read[longest], parts, "the text")
         if diagnosis is None:

@@ -22,6 +22,9 @@ from kvfit.spec import KINDS
 
 Table = Mapping[str, Mapping[str, Any]]
 
+# Shares to recompute that are worth trying, one after the other. Beyond them little of the prefill is saved.
+RECOMPUTES = (0.1, 0.25, 0.5)
+
 
 @dataclass(frozen=True)
 class Thresholds:
@@ -114,6 +117,7 @@ def judge(
     recall: Table | None = None,
     documents: int,
     speed: tuple[Mapping[str, Any], int] | None = None,
+    recompute: float = 0.0,
 ) -> Reasons:
     """Judge one table of arms.
 
@@ -125,10 +129,11 @@ def judge(
         recall: kinds of questions as in `evaluation.json`; None if recall was not measured.
         documents: number of documents of the table.
         speed: the handoff's row of `ways` and the number of tokens that it moves; None if nothing was timed.
+        recompute: share that the handoff recomputed.
     """
     found = Reasons(_likelihood(table, thresholds))
     if thresholds.speed > 0:
-        found.add(_speed(speed, thresholds))
+        found.add(_speed(speed, thresholds, recompute))
     if documents < thresholds.documents:
         found.missing.append(f"only {documents} documents, needed {thresholds.documents:g}: give more text or --documents")
     judging = {kind: entry for kind, entry in (recall or {}).items() if entry["judges"]}
@@ -144,8 +149,7 @@ def judge(
         native, moved = (entry["arms"][arm]["recall"] for arm in ("native", "handoff"))
         if not moved >= thresholds.recall * native:
             found.failed.append(
-                f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}: hand over with "
-                "guided recompute, and evaluate so (--recompute 0.1)"
+                f"recall of {kind} {moved:.2f}, needed {thresholds.recall:.2f} of the native {native:.2f}: {_more(recompute)}"
             )
         guessed = entry["arms"]["shuffled"]["recall"]
         if guessed > thresholds.recall_shuffled:
@@ -155,7 +159,16 @@ def judge(
     return found
 
 
-def _speed(timed: tuple[Mapping[str, Any], int] | None, thresholds: Thresholds) -> Reasons:
+def _more(recompute: float) -> str:
+    """What to try against lost recall after a handoff that recomputed a share."""
+    step = next((share for share in RECOMPUTES if share > recompute), None)
+    if step is None:
+        return f"recomputing {recompute:.0%} did not bring it back: fit a better map, on more text or with a larger --cost"
+    how = "recompute more" if recompute else "hand over with guided recompute"
+    return f"{how}, and evaluate so (--recompute {step:g})"
+
+
+def _speed(timed: tuple[Mapping[str, Any], int] | None, thresholds: Thresholds, recompute: float) -> Reasons:
     if timed is None or timed[0]["speed"] is None:
         return Reasons(missing=["speed was not measured: give --seconds, or turn the check off with --threshold speed=0"])
     row, tokens = timed
@@ -167,7 +180,8 @@ def _speed(timed: tuple[Mapping[str, Any], int] | None, thresholds: Thresholds) 
     return Reasons(
         [
             f"the handoff takes {shown(row['milliseconds'])} for {tokens} tokens, {row['speed']:.2f} x as fast as a prefill, "
-            f"needed {thresholds.speed:g} x: {pays}; move longer contexts, or fit a cheaper map"
+            f"needed {thresholds.speed:g} x: {pays}; move longer contexts, {'recompute less, ' if recompute else ''}"
+            "or fit a cheaper map"
         ]
     )
 

@@ -21,7 +21,7 @@ from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate import evaluate as evaluation
 from kvfit.fit.evaluate.arms import Prefixes, Rewindable, greedy, mapped_pairs, source_pairs
 from kvfit.fit.evaluate.clock import crossover, lengths_up_to, shown, timed
-from kvfit.fit.evaluate.evaluate import Options, evaluate
+from kvfit.fit.evaluate.evaluate import Options, Thresholds, evaluate
 from kvfit.fit.evaluate.intervals import cluster_interval, share_interval, share_of_gap
 from kvfit.fit.evaluate.likelihood import likelihood
 from kvfit.fit.evaluate.report import html_page
@@ -305,7 +305,8 @@ def test_further_texts_and_lengths_are_reported_apart(bundle: Path, tiny_pair: t
         json.dumps({"text": f"{n} " + " ".join(f"{n * k % 97} + {k} = {n * k % 97 + k};" for k in range(60))}) for n in range(4)
     ]
     (tmp_path / "sums.jsonl").write_text("\n".join([*lines, lines[0]]))
-    options = replace(SMALL, prefix=(40, 60), turns=2, probes=0, greedy=0, diagnose=2)
+    options = replace(SMALL, prefix=(40, 60), turns=2, probes=0, greedy=0, diagnose=2, recompute=0.1)
+    options = replace(options, thresholds=Thresholds(speed=1e9))
     source, target = map(str, tiny_pair)
     found = evaluate(
         copied, source=source, target=target, texts={"sums": TextOptions(str(tmp_path / "sums.jsonl"))}, options=options,
@@ -323,6 +324,7 @@ def test_further_texts_and_lengths_are_reported_apart(bundle: Path, tiny_pair: t
     assert len(apart["layers"]) == len(report["layers"]) == 4
     assert [turn["mapped"] for turn in report["turns"]] == [18, 20]
     assert report["arms"]["handoff"]["greedy_match"] is None
+    assert sum("move longer contexts, recompute less, or" in reason for reason in report["reasons"]) == 2  # of each length
     text = (copied / "evaluation.md").read_text()
     for part in ("sums.jsonl", "60 tokens", "Back and forth", report["weights_digest"], report["verdict"], *report["reasons"]):
         assert part in text

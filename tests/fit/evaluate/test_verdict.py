@@ -100,6 +100,8 @@ def test_a_handoff_slower_than_a_prefill_fails_and_says_from_where_on_it_pays() 
         "the handoff takes 20.3 ms for 383 tokens, 0.80 x as fast as a prefill, needed 1 x: it pays from 2048 tokens on; move "
         "longer contexts, or fit a cheaper map"
     ]
+    guided = judge(table(), Thresholds(), recall=recall(), documents=8, speed=(slow, 383), recompute=0.1)
+    assert "; move longer contexts, recompute less, or fit a cheaper map" in guided.failed[0]
     never = judge(table(), Thresholds(), recall=recall(), documents=8, speed=(slow | {"breaks_even": None}, 383))
     assert "it pays at no length that was timed" in never.failed[0]
     # Another bar, or none, is asked for by name.
@@ -111,6 +113,23 @@ def test_a_handoff_slower_than_a_prefill_fails_and_says_from_where_on_it_pays() 
     for untimed in (None, ({"speed": None}, 383)):
         found = judge(table(), Thresholds(), recall=recall(), documents=8, speed=untimed)
         assert (found.verdict, found.missing[0].split(":")[0]) == ("unknown", "speed was not measured")
+
+
+@pytest.mark.parametrize(
+    ("recompute", "advice"),
+    [
+        (0.0, "hand over with guided recompute, and evaluate so (--recompute 0.1)"),
+        (0.05, "recompute more, and evaluate so (--recompute 0.1)"),
+        (0.1, "recompute more, and evaluate so (--recompute 0.25)"),
+        (0.3, "recompute more, and evaluate so (--recompute 0.5)"),
+        (0.5, "recomputing 50% did not bring it back: fit a better map, on more text or with a larger --cost"),
+    ],
+)
+def test_lost_recall_advises_the_next_step(recompute: float, advice: str) -> None:
+    speed = {"speed": 2.0, "milliseconds": 10.0, "breaks_even": 64}, 383
+    lost = recall(handoff=0.4)
+    found = judge(table(), Thresholds(), recall=lost, documents=8, speed=speed, recompute=recompute)
+    assert found.failed == [f"recall of names 0.40, needed 0.50 of the native 0.90: {advice}"]
 
 
 def test_recall_counts_where_the_target_can() -> None:
