@@ -43,7 +43,7 @@ class Diagnosis:
     Attributes:
         layers: per target layer, JSON values as in `evaluation.json`.
         order: per kind, (L, L) correlations of the output for layer i with layer j's own values, about the mean of every
-            output.
+            output; -1 where the layers' heads differ in number or size.
         explained: per kind, the explained variance, mean over layers.
         explained_rotated: the same for keys if the map is applied to rotated keys; None if the target's keys do not rotate.
     """
@@ -144,7 +144,7 @@ def diagnose(pair: arms.Pair, ids: Tensor, prefix: int, *, batch_size: int = 8) 
             for kind, ours, theirs in zip(KINDS, mapped[layer_index], own[layer_index], strict=True):
                 found = [_tokens(tensor, table if kind == "keys" else None, counted) for tensor in (ours, theirs)]
                 moments.setdefault((kind, layer_index), _Moments()).add(*(tensor.to(found[1].device) for tensor in found))
-                order[kind].hold(layer_index, *found)
+                order[kind].hold(*found)
             if naive is not None:
                 plain = [_tokens(pairs[layer_index][0], None, counted) for pairs in (naive, own)]
                 moments.setdefault(("rotated", layer_index), _Moments()).add(plain[0].to(plain[1].device), plain[1])
@@ -209,25 +209,51 @@ def _read(
 class _Order:
     """Correlations of the outputs for one layer with the own values of another, over all features together.
 
-    If layers have unlike widths, the features that a narrower one lacks count as zeros.
+    If layers have heads of unlike number or size, each is compared with those of its own shape. No map gives another shape, so
+    the correlation with a layer of another shape is -1, which is never the best.
     """
 
     def __init__(self) -> None:
+        self._layers: dict[tuple[int, ...], list[int]] = {}  # by shape (H, D)
         self._held: list[tuple[Tensor, Tensor]] = []
-        self.count = 0
-        self.cross = self.mapped = self.own = self.mapped_sum = self.own_sum = torch.zeros(())
+        self._sums: dict[tuple[int, ...], _Products] = {}
 
-    def hold(self, layer_index: int, mapped: Tensor, own: Tensor) -> None:
-        del layer_index  # layers come in order
+    def hold(self, mapped: Tensor, own: Tensor) -> None:
+        """Hold tokens (N, H, D) of the next layer."""
         stride = max(1, len(own) // ORDER_TOKENS)
-        self._held.append((mapped[::stride].flatten(1).double().cpu(), own[::stride].flatten(1).double().cpu()))
+        self._held.append((mapped[::stride].double().cpu(), own[::stride].double().cpu()))
 
     def add(self) -> None:
         """Add the held tokens of one batch to the sums."""
-        widest = max(pair[0].shape[1] for pair in self._held)
-        padded = [[F.pad(half, (0, widest - half.shape[1])) for half in pair] for pair in self._held]
-        mapped, own = (torch.stack([pair[side] for pair in padded]) for side in (0, 1))  # (L, n, F)
+        shapes = [tuple(own.shape[1:]) for _, own in self._held]
+        for shape in set(shapes):
+            self._layers[shape] = [layer_index for layer_index, other in enumerate(shapes) if other == shape]
+            mapped, own = (
+                torch.stack([self._held[layer_index][side].flatten(1) for layer_index in self._layers[shape]])
+                for side in (0, 1)
+            )  # (L, n, F)
+            self._sums.setdefault(shape, _Products()).add(mapped, own)
         self._held.clear()
+
+    def correlations(self) -> Tensor:
+        """(L, L), the correlations."""
+        n_layers = sum(map(len, self._layers.values()))
+        found = torch.full((n_layers, n_layers), -1.0, dtype=torch.float64)
+        for shape, layers in self._layers.items():
+            rows = torch.tensor(layers)
+            found[rows[:, None], rows] = self._sums[shape].correlations()
+        return found
+
+
+class _Products:
+    """Sums over tokens for layers of one shape."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.cross = self.mapped = self.own = self.mapped_sum = self.own_sum = torch.zeros(())
+
+    def add(self, mapped: Tensor, own: Tensor) -> None:
+        """Add tokens (L, n, F)."""
         self.count += mapped.shape[1]
         self.cross = self.cross + mapped.flatten(1) @ own.flatten(1).T
         self.mapped, self.own = self.mapped + mapped.square().sum(1), self.own + own.square().sum(1)

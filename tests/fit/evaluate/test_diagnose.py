@@ -1,5 +1,6 @@
 """Measures per layer and head against loops written out, and planted faults that they must point at."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,17 @@ def test_layers_of_other_heads_and_layers_without_keys_and_values(name: str) -> 
             heads, _ = mapper.spec.target.shape(kind, layer_index)
             assert len(layer[kind]["heads"]["r2"]) == heads
             assert torch.allclose(found.order[kind].diagonal(), torch.ones(3, dtype=torch.float64), atol=1e-6)
+    own = [[half[:, :, 1:29] for half in pair] for pair in target_pairs(Pair(model, model, mapper), seen[:, :29])]
+    for kind, half in zip(KINDS, (0, 1), strict=True):
+        shapes = [mapper.spec.target.shape(kind, layer_index) for layer_index in range(3)]
+        for i, j in itertools.product(range(3), repeat=2):
+            if shapes[i] != shapes[j]:  # no map gives another shape
+                assert found.order[kind][i, j] == -1
+            elif kind == "values":  # keys are compared without their rotation
+                one, other = (own[k][half].double() - own[k][half].double().mean((0, 2), keepdim=True) for k in (i, j))
+                assert float(found.order[kind][i, j]) == pytest.approx(
+                    float((one * other).sum() / (one.norm() * other.norm())), abs=1e-6
+                )
 
 
 def test_watching_changes_nothing_and_leaves_nothing_behind(pair: Pair, ids: torch.Tensor) -> None:
