@@ -4,7 +4,7 @@ A map loses exact content: a code, a name, a number. The source still has the co
 the tokens that the next answer needs. So the source reads the last few tokens again on its own cache and drafts the first
 tokens of the answer, and the attention of these queries tells which tokens the target should run again:
 
-    weights   attention of each query over the prefix without its first token, for every head of the layers with own keys
+    weights   attention of each query over the prefix without its first token, for every head
     heads     per query, the mean of the 16 heads with the largest single weight
     worth     of a token: its weight for the last query of the question, or a fraction of its largest weight for another query
     windows   16 adjacent tokens each, the largest sum first, until the budget is used
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
-from kvfit.model.decoder import input_device
+from kvfit.model.decoder import input_device, setting, text_config
 from kvfit.runtime.features import Pairs
 from kvfit.runtime.rewrite import refuse_attention
 from kvfit.runtime.same_tokens import check_same_tokens
@@ -162,19 +162,22 @@ class _Reader:
         # The strongest heads of the current pass so far, and their largest weights.
         self.kept: Tensor | None = None  # (B, queries, heads, prefix)
         self.strength = torch.empty(0)  # (B, queries, heads)
-        self.seen: set[int] = set()
+        self.seen: set[int | None] = set()
 
     def worth(self) -> Tensor:
         """(B, prefix), the queries' attention to each token, averaged over the strongest heads of each query."""
         length = self.input_ids.shape[1]
         question = min(QUESTION_TOKENS, length)
         start = min(self.prefix, length - question)  # tokens of the question that the cache holds are read again
-        watch = Watch(self._take)
+        # Layers that read the keys of earlier ones look up facts too: in some models they are the upper half. Some models run
+        # them for those tokens alone whose logits are asked for.
+        watch = Watch(self._take, sharing=bool(setting(text_config(self.model), "num_kv_shared_layers")))
         cache = _roomy_cache(self.pairs, start, length - start + DRAFT_TOKENS, watch)
         if length - question > start:
             self._run(cache, self.input_ids[:, start : length - question], length - question)
         with watch:
-            logits = self._run(cache, self.input_ids[:, length - question :], length, watch, keep=1)
+            keep = question if watch.sharing else 1
+            logits = self._run(cache, self.input_ids[:, length - question :], length, watch, keep=keep)
             taken = self._taken()
             others = taken.amax(1)
             alive = torch.ones(len(taken), 1, dtype=torch.bool, device=taken.device)
@@ -204,7 +207,7 @@ class _Reader:
 
     def _taken(self) -> Tensor:
         """(B, queries, prefix), the mean of each query's strongest heads in the last pass."""
-        missing = sorted(set(range(len(self.pairs))) - self.seen)
+        missing = sorted(set(range(len(self.pairs))) - self.seen)  # `pairs` are of the layers with keys of their own
         if missing or self.kept is None:
             raise UnsupportedModelError(
                 f"{self.model.config.model_type}, layer {missing[0] if missing else 0}: found no attention weights, needed a "
@@ -212,7 +215,7 @@ class _Reader:
             )
         return self.kept.mean(2)
 
-    def _take(self, layer_index: int, weights: Tensor) -> None:
+    def _take(self, layer_index: int | None, weights: Tensor) -> None:
         """Merge a layer's weights, (B, Hq, queries, T), into the strongest so far; all layers would take too much memory."""
         weights = weights[..., : self.prefix].to(self.eligible.device, torch.float32).transpose(1, 2)
         if weights.shape[3] < self.prefix:  # the last tokens of the prefix are read again and are not cached yet

@@ -24,15 +24,20 @@ class Watch(TorchFunctionMode):
         rows: number of tokens of the pass.
     """
 
-    def __init__(self, take: Callable[[int, Tensor], None]) -> None:
-        """Call ``take(layer_index, weights)``, weights (B, Hq, rows, T), for every layer."""
+    def __init__(self, take: Callable[[int | None, Tensor], None], *, sharing: bool = False) -> None:
+        """Call ``take(layer_index, weights)``, weights (B, Hq, rows, T), for every layer.
+
+        Args:
+            take: gets None as the index of a layer without keys of its own.
+            sharing: whether the model has such layers, which read what an earlier layer has cached.
+        """
         super().__init__()
-        self.take = take
+        self.take, self.sharing = take, sharing
         self.rows = 1
         self.layer_index: int | None = None
 
     def expect(self, layer_index: int | None) -> None:
-        """Expect the attention of a layer next, because it has cached its keys; None to expect nothing."""
+        """Expect the attention of a layer next, because it has cached its keys; None before the first layer."""
         self.layer_index = layer_index
 
     def __torch_function__(
@@ -40,7 +45,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Record softmaxes and fused attention, and call every function unchanged."""
         kwargs = kwargs or {}
-        if self.layer_index is None:
+        if self.layer_index is None and not self.sharing:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             self._seen(attention_weights(self.rows, *args, **kwargs))
@@ -52,8 +57,7 @@ class Watch(TorchFunctionMode):
 
     def _seen(self, weights: Tensor) -> None:
         layer_index, self.layer_index = self.layer_index, None
-        if layer_index is not None:
-            self.take(layer_index, weights)
+        self.take(layer_index, weights)
 
 
 def attention_weights(

@@ -11,7 +11,6 @@ from made_mappers import cache_of, content, mapper_spec, prefilled, random_mappe
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
-from kvfit.model.decoder import owning_layers
 from kvfit.runtime.recompute import DRAFT_TOKENS, OTHERS_WEIGHT, QUESTION_TOKENS, auto_count, choose_tokens, guided_tokens
 from kvfit.runtime.rewrite import rewrite
 
@@ -23,7 +22,7 @@ CASES = [
     for name in FAMILIES
     for backend in (("eager",) if name in EAGER_ONLY else ("eager", "sdpa"))
     if backend == "eager"
-    or name in {"qwen2-window", "qwen3", "llama", "mistral-window", "gemma3", "cohere2", "smollm3", "phi3"}
+    or name in {"qwen2-window", "qwen3", "llama", "mistral-window", "gemma3", "gemma4-shared", "cohere2", "smollm3", "phi3"}
 ]
 
 
@@ -240,8 +239,8 @@ def attentions(model, ids, mask, prefix):
     with torch.no_grad():
         found = eager(input_ids=ids, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False)
     rows = slice(length - QUESTION_TOKENS, None)
-    with_keys = found.attentions[: owning_layers(model)]  # layers that reuse another's keys are not looked at
-    return torch.cat([weights[:, :, rows, :prefix] for weights in with_keys], 1).double().transpose(1, 2)
+    assert len(found.attentions) == model.config.get_text_config().num_hidden_layers  # also those that reuse another's keys
+    return torch.cat([weights[:, :, rows, :prefix] for weights in found.attentions], 1).double().transpose(1, 2)
 
 
 def reference_worth(weights, first_real, n_heads):
