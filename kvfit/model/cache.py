@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvfit.errors import MismatchError
-from kvfit.model.decoder import cached_heads, family, layer_devices, text_config, unwrapped
+from kvfit.model.decoder import cached_heads, family, layer_devices, number, unwrapped
 from kvfit.model.forward import base_model, cache_argument, forward, stops_when_filled
 from kvfit.model.reading import LayerState, Pair, cache_length, first_nonfinite, layer_states, own_layers, read_cache
 
@@ -125,8 +125,8 @@ def check_cache(model: Any, cache: Any, name: str = "cache") -> None:
     if not held:
         return
     # Layers that reuse an earlier layer's keys come last. A cache that grew while it was filled may not contain them.
-    least = len(own_layers(new_cache(model))) or int(text_config(model).num_hidden_layers)
-    most = max(least, int(text_config(model).num_hidden_layers))
+    least = len(own_layers(new_cache(model))) or number(model, "num_hidden_layers")
+    most = max(least, number(model, "num_hidden_layers"))
     found = len(cache.layers)
     advice = "a cache that this model has filled, or that was mapped for it"
     if not least <= found <= most:

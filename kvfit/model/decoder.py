@@ -34,6 +34,20 @@ def setting(config: Any, name: str) -> Any:
         return None
 
 
+def number(model: Any, name: str) -> int:
+    """A whole number of the decoder's configuration, the same for all layers.
+
+    Raises:
+        UnsupportedModelError: it is missing or differs between layers.
+    """
+    found = setting(text_config(model), name)
+    if not isinstance(found, int):
+        raise UnsupportedModelError(
+            f"{family(model)}, all layers: found no single {name} in its configuration, needed one number for all of them"
+        )
+    return found
+
+
 def cached_heads(model: Any) -> dict[int, tuple[int, int]]:
     """Per decoder layer, the number of key/value heads and their size, where the size of the key projection confirms them.
 
@@ -73,8 +87,7 @@ def projected_heads(model: Any) -> dict[int, tuple[int, int, int]]:
 
 def owning_layers(model: Any) -> int:
     """Decoder layers that own keys and values; in some families the last ones read those of earlier layers."""
-    config = text_config(model)
-    return int(config.num_hidden_layers) - (setting(config, "num_kv_shared_layers") or 0)
+    return number(model, "num_hidden_layers") - (setting(text_config(model), "num_kv_shared_layers") or 0)
 
 
 def _attentions(model: Any) -> Iterator[tuple[int, Any]]:
@@ -91,10 +104,8 @@ def decoder_parameters(model: Any) -> int:
     The embedding and the output head do not count: a prefill only looks up the one and needs the other for its last token.
     """
     config = text_config(model)
-    experts = next(
-        (n for name in ("num_local_experts", "num_experts", "n_routed_experts") if (n := getattr(config, name, None))), 1
-    )
-    used = (getattr(config, "num_experts_per_tok", None) or experts) / experts
+    experts = next((n for name in ("num_local_experts", "num_experts", "n_routed_experts") if (n := setting(config, name))), 1)
+    used = (setting(config, "num_experts_per_tok") or experts) / experts
     total = 0.0
     for name, weight in unwrapped(model).named_parameters():
         if layer_path(name) is not None and weight.dim() >= 2:
@@ -167,7 +178,7 @@ def some_tokens(model: Any, count: int) -> Tensor:
 
     They lie away from the ends of the vocabulary, where special tokens are.
     """
-    vocabulary = int(text_config(model).vocab_size)
+    vocabulary = number(model, "vocab_size")
     return (torch.arange(count, device=input_device(model)) * 5 + vocabulary // 3) % vocabulary
 
 

@@ -10,7 +10,7 @@ import torch
 from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.content import content_of, derived_digest, part_digests
-from kvfit.model.decoder import family, owning_layers, setting, text_config, unwrapped
+from kvfit.model.decoder import family, number, owning_layers, setting, text_config, unwrapped
 from kvfit.model.digests import (
     config_digest,
     id_count,
@@ -42,7 +42,6 @@ def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None
     """
     refuse_interference(model, ref)
     seen = probe(model)
-    config = text_config(model)
     return ModelSpec(
         ref=ref,
         revision=revision,
@@ -50,7 +49,7 @@ def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None
         n_layers=seen.n_layers,
         n_heads=seen.n_heads,
         head_dim=seen.head_dim,
-        n_query_heads=int(config.num_attention_heads),
+        n_query_heads=number(model, "num_attention_heads"),
         windows=caches.layer_windows(model, seen.n_layers),
         rope=seen.rope,
         tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
@@ -85,7 +84,7 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
     config = text_config(model)
     _compare(spec, "family", spec.family, family(model))
     _compare(spec, "n_layers", spec.n_layers, owning_layers(model))
-    _compare(spec, "n_query_heads", spec.n_query_heads, int(config.num_attention_heads))
+    _compare(spec, "n_query_heads", spec.n_query_heads, number(model, "num_attention_heads"))
     heads, head_dim = _configured_heads(config)
     if spec.geometry is None:  # what differs by layer a configuration does not say under one name
         _compare(spec, "n_heads", spec.n_heads, spec.n_heads if heads is None else heads)

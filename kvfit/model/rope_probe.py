@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvfit.errors import KvfitError
 from kvfit.model.axes import refuse_several_axes
-from kvfit.model.decoder import owning_layers, setting, some_tokens, text_config, unwrapped
+from kvfit.model.decoder import number, owning_layers, setting, some_tokens, text_config, unwrapped
 from kvfit.model.rope import angles, rotate
 from kvfit.model.sharing import refuse_private_sharing
 from kvfit.model.tables import longest_position, rotary_tables
@@ -140,6 +140,7 @@ def refuse_by_name(model: Any) -> None:
     if any(hasattr(module, "lora_A") or hasattr(module, "base_layer") for module in model.modules()):
         raise refusal(model, None, "the model carries an adapter: merge it first (merge_and_unload) and save the result")
     config = text_config(model)
+    number(model, "num_attention_heads")  # which a spec records once
     if setting(model.config, "is_encoder_decoder") or setting(config, "add_cross_attention"):
         raise refusal(model, None, "cross attention keeps keys and values of an encoder")
     for layer_index in sorted(setting(config, "cross_attention_layers") or ()):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvfit.model import cache as caches
-from kvfit.model.decoder import owning_layers, some_tokens, text_config
+from kvfit.model.decoder import number, owning_layers, some_tokens
 from kvfit.model.trace import refusal
 
 _N_TOKENS = 8
@@ -28,7 +28,7 @@ def refuse_private_sharing(model: Any) -> None:
         UnsupportedModelError: names family, layer and reason.
     """
     owning = owning_layers(model)
-    if owning == int(text_config(model).num_hidden_layers):
+    if owning == number(model, "num_hidden_layers"):
         return
     input_ids = some_tokens(model, _N_TOKENS)[None]
     filled, given = caches.full_cache(), caches.full_cache()

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from kvfit.bundle.bundle import Bundle
-from kvfit.errors import MismatchError, OptionError, RefError, UnsupportedModelError
+from kvfit.errors import KvfitError, MismatchError, OptionError, RefError, UnsupportedModelError
 from kvfit.fit import plan as planning
 from kvfit.fit.capture import models
 from kvfit.fit.capture.capture import Options, capture
@@ -233,6 +233,21 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     T5Config(num_layers=2, d_model=32, d_kv=8, num_heads=4).save_pretrained(tmp_path / "t5")
     with pytest.raises(UnsupportedModelError, match="t5: found no causal language model for this configuration"):
         plan(str(tmp_path / "t5"), "qwen3-32b")
+
+
+def test_a_configuration_whose_values_differ_by_layer_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """No code of this family makes such layers."""
+    from transformers import PreTrainedConfig
+
+    other = Path(shutil.copytree(tiny_pair[1], tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    for name in ("intermediate_size", "num_attention_heads"):
+        changed = {**config, "per_layer_config": {"1": {name: 2 * config[name]}}}
+        (other / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        if not hasattr(PreTrainedConfig, "per_layer_config"):
+            pytest.skip("in this transformers a value has one name for all layers")
+        with pytest.raises(KvfitError, match=name):
+            plan(str(tiny_pair[0]), str(other))
 
 
 def test_a_pair_that_tokenizes_differently_is_refused(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:

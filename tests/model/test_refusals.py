@@ -1,5 +1,7 @@
 """What kvfit cannot prove right is refused, naming family, layer and reason; nothing falls through to a wrong map."""
 
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from zoo import FAMILIES, REFUSED, UNLISTED, Refused, Tokenizer, build, build_refused
 
-from kvfit.errors import UnsupportedModelError
+from kvfit.errors import KvfitError, UnsupportedModelError
+from kvfit.fit.capture.activations import check_positions
+from kvfit.fit.capture.inspect import inspect_model
 from kvfit.model import rope_probe as probing
 from kvfit.model.axes import refuse_several_axes
-from kvfit.model.identity import describe_model
+from kvfit.model.decoder import decoder_parameters
+from kvfit.model.identity import check_model, describe_model
 from kvfit.model.rope_probe import probe
 from kvfit.model.tables import frequencies_of_sines
 
@@ -270,6 +275,51 @@ def test_a_configuration_that_raises_for_values_per_layer(monkeypatch: pytest.Mo
     assert setting(config, "num_attention_heads") == 4
     monkeypatch.setattr(probing, "text_config", lambda model: Raising(decoder.text_config(model)))
     assert probe(build(QWEN3)).n_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "num_attention_heads",
+            "llama, all layers: found no single num_attention_heads in its configuration, needed one number for all of them",
+        ),
+        ("num_hidden_layers", "num_hidden_layers"),
+        ("vocab_size", "llama, all layers: found no single vocab_size in its configuration, needed one number for all of them"),
+        ("num_key_value_heads", None),
+        ("head_dim", None),
+        ("hidden_size", None),
+        ("max_position_embeddings", None),
+        ("rms_norm_eps", None),
+    ],
+)
+def test_each_value_may_differ_by_layer(name: str, told: str | None) -> None:
+    """The configurations of newer transformers raise where such a value is asked for as one: a reason, never a traceback.
+
+    What only describes the model does not matter; what is known from watching it is not asked for.
+    """
+    model, tokenizer = build(LLAMA), Tokenizer()
+    spec, weights = describe_model(model, tokenizer, ref="x", revision=None), decoder_parameters(model)
+    model.config.per_layer_config = {1: {name: getattr(model.config, name) + 1}}
+    try:
+        getattr(model.config, name)
+    except Exception:
+        pass
+    else:
+        pytest.skip("in this transformers a value has one name for all layers")
+    found = inspect_model(model)
+    assert found.supported == (told is None)
+    assert decoder_parameters(model) == weights
+    check_positions(model.config, "x", 64, "--seq-len")
+    if told is None:
+        again = describe_model(model, tokenizer, ref="x", revision=None)
+        assert replace(again, config_digest="") == replace(spec, config_digest="")
+        return
+    assert told in str(found.reason)
+    with pytest.raises(UnsupportedModelError, match=told):
+        describe_model(model, tokenizer, ref="x", revision=None)
+    with suppress(KvfitError):  # where the value does not matter to what is compared, this is the same model
+        check_model(spec, model)
 
 
 def test_a_table_of_sines_shorter_than_the_far_position_is_enough() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvfit.errors import MismatchError
 from kvfit.fit.stats.layout import Group
 from kvfit.model import cache as caches
-from kvfit.model.decoder import input_device
+from kvfit.model.decoder import input_device, setting
 from kvfit.model.rope import angles, unrotate
 from kvfit.spec import KINDS, ModelSpec
 
@@ -27,7 +27,7 @@ def check_positions(config: Any, name: str, n_tokens: int, option: str) -> None:
     Raises:
         MismatchError: there are too many tokens.
     """
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = setting(config.get_text_config(decoder=True), "max_position_embeddings")
     if isinstance(most, int) and 0 < most < n_tokens:
         raise MismatchError(f"{option}: found {n_tokens} tokens, needed at most the {most} positions of {name}: lower {option}")
 

@@ -74,22 +74,25 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
     outer = models.load_config(ref, revision, trust_remote_code=trust_remote_code)
     config = outer.get_text_config()
     n_layers, n_query = setting(config, "num_hidden_layers"), setting(config, "num_attention_heads")
-    if not n_layers or not n_query:
+    head_dim = setting(config, "head_dim") or (setting(config, "hidden_size") or 0) // (n_query or 1)
+    counts = {"num_hidden_layers": n_layers, "num_attention_heads": n_query, "head_dim": head_dim}
+    missing = [name for name, count in counts.items() if not count]
+    if missing:
         raise UnsupportedModelError(
-            f"{ref} ({outer.model_type}): found no layer and head counts in its configuration, needed both"
+            f"{ref} ({outer.model_type}): found no single {' and '.join(missing)} in its configuration, needed one number for "
+            "all layers"
         )
-    head_dim = setting(config, "head_dim") or config.hidden_size // n_query
     n_heads = setting(config, "num_key_value_heads") or n_query
     model = _without_weights(outer, trust_remote_code)
     # Tied weights are one parameter under two names; `parameters` counts them once.
-    counts = (float(sum(parameter.numel() for parameter in model.parameters())), float(decoder_parameters(model)))
+    weights = (float(sum(parameter.numel() for parameter in model.parameters())), float(decoder_parameters(model)))
     n_layers, found = owning_layers(model), projected_heads(model)
     layers = tuple(found[index] for index in range(n_layers) if index in found)
     name = split_ref(ref, revision)[1]
     width = hidden_size(model)
     if len(layers) == n_layers and set(layers) != {(*layers[0][:2], layers[0][1])}:
-        return Geometry(name, n_layers, *layers[0][:2], *counts, layers, n_query, width)
-    return Geometry(name, n_layers, n_heads, head_dim, *counts, None, n_query, width)
+        return Geometry(name, n_layers, *layers[0][:2], *weights, layers, n_query, width)
+    return Geometry(name, n_layers, n_heads, head_dim, *weights, None, n_query, width)
 
 
 def _without_weights(config: Any, trust_remote_code: bool) -> Any:
@@ -99,7 +102,7 @@ def _without_weights(config: Any, trust_remote_code: bool) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, ImportError, AttributeError) as error:
+    except Exception as error:  # the family's own code, of the Hub too if it is trusted
         reason = " ".join(str(error).split())[:160]
         raise UnsupportedModelError(
             f"{config.model_type}: found no causal language model for this configuration ({reason}), needed a decoder"

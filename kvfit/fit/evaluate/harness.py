@@ -23,7 +23,7 @@ from kvfit.fit.capture.sequences import with_one_beginning
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm
 from kvfit.model import cache as caches
-from kvfit.model.decoder import input_device, text_config
+from kvfit.model.decoder import input_device, setting, text_config
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -110,7 +110,7 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
         self.model = arms.model_of(self.pair, arm)
         self.vocabulary = arms.shared_vocabulary(self.pair)
         self.max_gen_toks = int(max_gen_toks)
-        self.max_length = int(max_length or getattr(text_config(self.model), "max_position_embeddings", None) or 2048)
+        self.max_length = int(max_length or setting(text_config(self.model), "max_position_embeddings") or 2048)
 
     @property
     def eot_token_id(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from zoo import FAMILIES, REFUSED, build, build_refused
 
 from kvfit.cli import main as cli
+from kvfit.fit.capture import inspect as inspecting
 from kvfit.fit.capture.inspect import inspect_model
 from kvfit.fit.capture.models import load_tokenizer
 
@@ -92,6 +93,17 @@ def test_the_command_prints_json(command: Callable[..., str]) -> None:
     assert len(found["layers"]) == found["n_layers"]
     assert found["tables"][0]["pairing"] == "half"
     assert len(found["tables"][0]["inverse_frequencies"]) == found["head_dim"] // 2
+
+
+def test_the_command_says_which_value_differs_by_layer(command: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded model whose configuration raises where it is asked for one number of heads."""
+    model = build(BY_NAME["llama"])
+    model.config.per_layer_config = {1: {"num_attention_heads": 8}}
+    if getattr(type(model.config), "per_layer_config", None) is None:
+        pytest.skip("in this transformers a value has one name for all layers")
+    monkeypatch.setattr(inspecting, "load", lambda *_, **__: model)
+    last = command("org/llama", code=3).splitlines()[-1]
+    assert last.startswith("verdict     not supported: llama, all layers: found no single num_attention_heads")
 
 
 def test_the_command_says_why_not(command: Callable[..., str], tmp_path: Path) -> None:
