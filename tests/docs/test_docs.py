@@ -21,12 +21,15 @@ import click
 import pytest
 
 from kvfit import errors
+from kvfit.bundle.bundle import Bundle
+from kvfit.hub.card import render_card
 from kvfit.hub.registry import MapperEntry, ModelPin, list_mappers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 ALL = [ROOT / "README.md", *PAGES]
+FROZEN = ROOT / "tests" / "data" / "bundle-v2"
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 # Options of other programs that pages name.
 FOREIGN = {
@@ -157,6 +160,42 @@ def run_page(page: Path, namespace: dict[str, Any]) -> int:
 def test_python_runs(page: Path, place: Path, loaded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place / "evaluated" if page.name == "evaluate.md" else place)
     run_page(page, _prelude(loaded))
+
+
+def test_the_python_of_a_card_runs(place: Path, loaded: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    card = render_card(Bundle.open(place / "demo-out" / "bundle"), ref="demo-out/bundle").replace("=200)", "=4)")
+    (place / "card.md").write_text(card, encoding="utf-8")
+    namespace = _prelude(loaded)
+    with pytest.warns(UserWarning, match="was not evaluated"):
+        assert run_page(place / "card.md", namespace) == 1
+    ids = loaded["input_ids"]
+    assert namespace["output_ids"].shape == (1, ids.shape[1] + 4)
+    assert namespace["output_ids"][:, : ids.shape[1]].equal(ids)
+
+
+def spelled_for_one_version(code: str) -> list[str]:
+    """The calls that pass a cache under a name of transformers, which differs between its versions."""
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    return [ast.unparse(call) for call in calls if {"cache", "past_key_values"} & {word.arg for word in call.keywords}]
+
+
+def test_a_cache_is_passed_on_with_one_spelling_everywhere() -> None:
+    """`moved.generate(...)` works on every version: pages, examples and cards show nothing else."""
+    shown = {page.name: "\n".join(body for _, body in blocks(page, "python")) for page in ALL}
+    shown |= {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "examples").glob("*.py")}
+    shown["card"] = render_card(Bundle.open(FROZEN), ref="org/mapper").split("```python\n")[1].split("```")[0]
+    assert sum("moved.generate(" in code for code in shown.values()) >= 6
+    assert {name: found for name, code in shown.items() if (found := spelled_for_one_version(code))} == {}
+
+
+def test_a_spelling_of_one_version_would_be_found() -> None:
+    for name in ("cache", "past_key_values"):
+        assert spelled_for_one_version(f"model.generate(ids, {name}=moved.cache)") == [
+            f"model.generate(ids, {name}=moved.cache)"
+        ]
+    assert spelled_for_one_version("moved.generate(max_new_tokens=4)") == []
+    assert spelled_for_one_version("handoff(mapper, model, ids, cache, target_cache=moved.cache)") == []
 
 
 def test_most_python_is_run() -> None:
