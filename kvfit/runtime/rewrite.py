@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model.cache import (
@@ -24,6 +26,9 @@ from kvfit.model.decoder import family, input_device, text_config, unwrapped
 # Tokens that are run at a time, to bound the memory of the mask, which has a row as long as the sequence for each of them. A
 # later chunk sees the new keys of an earlier one, so the result is that of a single pass.
 CHUNK_TOKENS = 512
+# On a CPU, tokens whose attention is computed at a time, each over the keys up to its own last token. Half of all pairs are
+# hidden by the mask; a kernel computes those too. On a GPU, more and smaller kernels would cost more than they save.
+BLOCK_TOKENS = 64
 
 
 def refuse_static(cache: Any) -> None:
@@ -111,11 +116,15 @@ def rewrite(
     model = unwrapped(model)
     refuse_attention(model, "to run chosen tokens")
     pieces = torch.split(tokens, chunk_tokens, dim=1)
+    blocks = [piece.split(BLOCK_TOKENS if tokens.device.type == "cpu" else chunk_tokens, dim=1) for piece in pieces]
     real = attention_mask.to(tokens.device).bool()
-    *ends, padded = torch.stack([*(piece.amax() + 1 for piece in pieces), (~real).any()]).tolist()  # one read from the device
-    for piece, stop in zip(pieces, ends, strict=True):
+    lasts = [block.amax() + 1 for piece in blocks for block in piece]
+    *lasts, padded = torch.stack([*lasts, (~real).any()]).tolist()  # one read from the device
+    for piece, parts in zip(pieces, blocks, strict=True):
+        ends, lasts = lasts[: len(parts)], lasts[len(parts) :]
+        stop = ends[-1]
         rewriting = _rewriting_cache(cache, piece, stop)
-        with stops_when_filled(model, rewriting):
+        with stops_when_filled(model, rewriting), _Blocks([part.shape[1] for part in parts], ends):
             base_model(model)(
                 input_ids=input_ids.gather(1, piece.to(input_ids.device)),
                 attention_mask=_masks(model, piece, real[:, :stop], bool(padded), windows),
@@ -123,6 +132,36 @@ def rewrite(
                 use_cache=True,
                 **{cache_argument(model): rewriting},
             )
+
+
+class _Blocks(TorchFunctionMode):
+    """Computes fused attention in blocks of queries, each over the keys up to its last token. The mask hides the others.
+
+    A function mode belongs to the thread that entered it, so nothing changes for other threads.
+    """
+
+    def __init__(self, rows: Sequence[int], ends: Sequence[int]) -> None:
+        """Take, per block, its number of queries and the end of the keys that they see, ascending."""
+        super().__init__()
+        self.rows, self.ends = list(rows), list(ends)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call every function, attention under a mask of this pass block by block."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and len(args) == 3 and len(self.rows) > 1:
+            query, key, value = args
+            mask, more = kwargs.get("attn_mask"), {name: given for name, given in kwargs.items() if name != "attn_mask"}
+            shape = (sum(self.rows), self.ends[-1])
+            if isinstance(mask, Tensor) and tuple(mask.shape[2:]) == shape == (query.shape[2], key.shape[2]):
+                masks = [part[..., :end] for part, end in zip(mask.split(self.rows, 2), self.ends, strict=True)]
+                blocks = [
+                    func(part, key[:, :, : hidden.shape[3]], value[:, :, : hidden.shape[3]], attn_mask=hidden, **more)
+                    for part, hidden in zip(query.split(self.rows, 2), masks, strict=True)
+                ]
+                return torch.cat(blocks, 2)
+        return func(*args, **kwargs)
 
 
 def _masks(model: Any, tokens: Tensor, real: Tensor, padded: bool, windows: Sequence[int | None]) -> Any:

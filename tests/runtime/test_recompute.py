@@ -7,6 +7,7 @@ import pytest
 import torch
 import zoo
 from made_mappers import cache_of, content, mapper_spec, prefilled, random_mapper, same, spec_of
+from torch.overrides import TorchFunctionMode
 
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
@@ -65,7 +66,8 @@ def one_at_a_time(model, ids, mask, cache, chosen):
 
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
-def test_the_pass_equals_one_token_at_a_time(name, backend):
+def test_the_pass_equals_one_token_at_a_time(name, backend, monkeypatch):
+    monkeypatch.setattr("kvfit.runtime.rewrite.BLOCK_TOKENS", 2)  # of 7 tokens, so that attention runs in four blocks
     model = build(name, backend)
     batch, length = 2, 44
     ids = tokens(batch, length)
@@ -91,6 +93,36 @@ def test_the_pass_equals_one_token_at_a_time(name, backend):
         rest = sorted(set(range(length)) - set(chosen[row].tolist()))
         assert all(torch.equal(now[row, :, rest], then[row, :, rest]) for now, then in zip(content(noisy), before, strict=True))
     assert not torch.allclose(content(noisy)[0], before[0], atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_no_key_is_read_behind_a_blocks_last_token(name, monkeypatch):
+    """Attention of a pass over chosen tokens computes few of the pairs that its mask hides."""
+
+    class Lengths(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.nn.functional.scaled_dot_product_attention:
+                seen.append((args[0].shape[2], args[1].shape[2]))
+            return function(*args, **(kwargs or {}))
+
+    model, ids = build(name, "sdpa"), tokens(2, 60)
+    chosen = torch.tensor([[2, 3, 9, 10, 11, 30, 31, 55], [0, 3, 4, 5, 20, 40, 41, 42]])
+    arguments = {
+        "position_ids": torch.arange(60).expand(2, -1),
+        "attention_mask": torch.ones_like(ids),
+        "windows": caches.layer_windows(model, 3),
+    }
+    found = []
+    for block_tokens, wanted in ((3, [(3, 10), (3, 41), (2, 56)]), (8, [(8, 56)])):
+        monkeypatch.setattr("kvfit.runtime.rewrite.BLOCK_TOKENS", block_tokens)
+        seen, cache = [], prefilled(model, ids, cache=caches.full_cache())
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys + 0.3, layer.values - 0.2
+        with Lengths():
+            rewrite(model, ids, cache, chosen, **arguments)
+        assert seen == wanted * 2  # the last layer attends to nothing: its keys and values are all that is needed
+        found.append(cache)
+    close(*found)
 
 
 @pytest.fixture(scope="module")
