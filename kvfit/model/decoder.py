@@ -164,6 +164,8 @@ def layer_parameters(model: Any, n_layers: int) -> list[tuple[str, str]]:
         for name, tensor in module._parameters.items():
             if tensor is not None:
                 found.setdefault(place[0], (path, name))
+        if place[0] in found and all(layer_index in found for layer_index in range(n_layers)):
+            break  # a walk of the whole model takes long for what its first layer tells
     fallback = next(iter(found.values()), None)
     return [] if fallback is None else [found.get(layer_index, fallback) for layer_index in range(n_layers)]
 

@@ -10,6 +10,7 @@ from zoo import FAMILIES, VOCABULARY, Family, build
 
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
+from kvfit.model.decoder import input_device
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -130,3 +131,19 @@ def test_layer_devices(qwen3: Any) -> None:
     meta = build(BY_NAME["qwen3"])
     meta.model.layers[1].to("meta")
     assert [device.type for device in caches.layer_devices(meta, 3)] == ["cpu", "meta", "cpu"]
+
+
+def test_the_input_device_is_found_without_walking_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, walked, walk = build(BY_NAME["qwen3"]), [], torch.nn.Module.named_modules
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for found in walk(self, *args, **kwargs):
+            walked.append(found)
+            yield found
+
+    monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
+    assert input_device(model) == torch.device("cpu")
+    assert not any("layers.1" in path or "norm" in path for path, _ in walked)
+    walked.clear()
+    assert caches.layer_devices(model, 3) == [torch.device("cpu")] * 3
+    assert any("layers.2" in path for path, _ in walked)
