@@ -116,7 +116,8 @@ def rewrite(
     model = unwrapped(model)
     refuse_attention(model, "to run chosen tokens")
     pieces = torch.split(tokens, chunk_tokens, dim=1)
-    blocks = [piece.split(BLOCK_TOKENS if tokens.device.type == "cpu" else chunk_tokens, dim=1) for piece in pieces]
+    block_tokens = BLOCK_TOKENS if tokens.device.type == "cpu" else chunk_tokens
+    blocks = [torch.split(piece, block_tokens, dim=1) for piece in pieces]
     real = attention_mask.to(tokens.device).bool()
     lasts = [block.amax() + 1 for piece in blocks for block in piece]
     *lasts, padded = torch.stack([*lasts, (~real).any()]).tolist()  # one read from the device
@@ -155,10 +156,10 @@ class _Blocks(TorchFunctionMode):
             mask, more = kwargs.get("attn_mask"), {name: given for name, given in kwargs.items() if name != "attn_mask"}
             shape = (sum(self.rows), self.ends[-1])
             if isinstance(mask, Tensor) and tuple(mask.shape[2:]) == shape == (query.shape[2], key.shape[2]):
-                masks = [part[..., :end] for part, end in zip(mask.split(self.rows, 2), self.ends, strict=True)]
+                masks = [part[..., :end] for part, end in zip(torch.split(mask, self.rows, 2), self.ends, strict=True)]
                 blocks = [
                     func(part, key[:, :, : hidden.shape[3]], value[:, :, : hidden.shape[3]], attn_mask=hidden, **more)
-                    for part, hidden in zip(query.split(self.rows, 2), masks, strict=True)
+                    for part, hidden in zip(torch.split(query, self.rows, 2), masks, strict=True)
                 ]
                 return torch.cat(blocks, 2)
         return func(*args, **kwargs)
