@@ -119,10 +119,10 @@ def rewrite(
     block_tokens = BLOCK_TOKENS if tokens.device.type == "cpu" else chunk_tokens
     blocks = [torch.split(piece, block_tokens, dim=1) for piece in pieces]
     real = attention_mask.to(tokens.device).bool()
-    lasts = [block.amax() + 1 for piece in blocks for block in piece]
-    *lasts, padded = torch.stack([*lasts, (~real).any()]).tolist()  # one read from the device
+    lasts = [block.amax() + 1 for parts in blocks for block in parts]
+    *stops, padded = torch.stack([*lasts, (~real).any()]).tolist()  # one read from the device
     for piece, parts in zip(pieces, blocks, strict=True):
-        ends, lasts = lasts[: len(parts)], lasts[len(parts) :]
+        ends, stops = stops[: len(parts)], stops[len(parts) :]
         stop = ends[-1]
         rewriting = _rewriting_cache(cache, piece, stop)
         with stops_when_filled(model, rewriting), _Blocks([part.shape[1] for part in parts], ends):
