@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from kvfit.cost import Prefill
+from kvfit.cost import ITEM_BYTES, Prefill
 from kvfit.errors import KvfitError
 from kvfit.fit.capture import models
 from kvfit.fit.capture.capture import LEXICAL_LAGS, check_batch_size
@@ -66,7 +66,7 @@ class Plan:
         tokens: pooled tokens of both splits.
         store_bytes: size of the finished store.
         store_bytes_peak: size of the store while a commit is written.
-        model_bytes: size of both models in bfloat16.
+        model_bytes: size of both models' weights.
         memory_bytes: upper bound of the peak memory besides the models: the budget and 1 GiB.
         commits: number of times that every block is read, updated and written.
         traffic_bytes: bytes read from and written to the disk by all commits.
@@ -125,7 +125,7 @@ class Plan:
             ("target", _shape(self.target)),
             ("pooled tokens", f"{self.tokens:,}"),
             ("store on disk", f"{_size(self.store_bytes)}, {_size(self.store_bytes_peak)} while it is written"),
-            ("models in bfloat16", _size(self.model_bytes)),
+            ("models", _size(self.model_bytes)),
             ("memory beyond the models", f"at most {_size(self.memory_bytes)}"),
             ("commits", commits),
             ("forward passes", _flops(self.forward_flops) + self._time("forward", "at least")),
@@ -201,8 +201,8 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
     # Statistics in memory are written once at the end. Snapshots in between are written while the models run.
     flushes = max(1, -(-tokens // max(capacity // batch * batch, min(capacity, batch))))
     commits = 1 if fits_in_memory(layout, options.memory_budget) else flushes
-    prefill = Prefill(b.decoder_parameters or b.parameters, 2, hidden_size=b.hidden_size)
-    item = 4 if solve.dtype == "float32" else 2  # models that are large enough to plan for have 16-bit weights
+    prefill = Prefill(b.decoder_parameters or b.parameters, b.item_bytes, hidden_size=b.hidden_size)
+    item = b.item_bytes if solve.dtype == "auto" else ITEM_BYTES[solve.dtype]
     per_token = sum(2.0 * array.n_pairs * array.rows * array.columns for array in layout.blocks)
     return Plan(
         source=a,
@@ -210,7 +210,7 @@ def plan(source: str, target: str, options: Options | None = None, rates: Rates 
         tokens=tokens,
         store_bytes=2 * split_bytes + shifts,
         store_bytes_peak=4 * split_bytes + shifts,
-        model_bytes=int(2 * (a.parameters + b.parameters)),
+        model_bytes=int(a.item_bytes * a.parameters + b.item_bytes * b.parameters),
         memory_bytes=options.memory_budget + (1 << 30),
         commits=commits,
         traffic_bytes=(2 * commits - 1) * 2 * split_bytes,

@@ -55,6 +55,9 @@ def test_sizes_equal_a_real_run(tiny_pair: tuple[Path, Path], tmp_path: Path) ->
     bundle = Bundle.open(solve(captured.store, tmp_path / "bundle", options=SolveOptions(top_k=2), progress=False).bundle)
     weights = sum(tensor.nbytes for layer in bundle.spec.layers for tensor in bundle.layer(layer.kind, layer.layer_index))
     assert planned.bundle_bytes == weights
+    # By default the weights are stored in float32 for this target, and its own weights are in float32 too.
+    auto = plan(*refs, top_k=2, dtype="auto", **SMALL)
+    assert (auto.bundle_bytes, auto.model_bytes) == (weights, 4 * sum(one.parameters for one in (auto.source, auto.target)))
 
 
 def test_arithmetic_and_commits_equal_a_real_run_of_the_demo_pair(tmp_path: Path) -> None:

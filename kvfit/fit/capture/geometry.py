@@ -28,6 +28,7 @@ class Geometry:
         layers: per layer its number of heads, key size and value size, if these differ anywhere; else None.
         n_query_heads: query heads per layer; 0 if they are not known.
         hidden_size: features of a token between two layers; None if they are not known.
+        item_bytes: bytes per weight of the checkpoint; 2 if its dtype is not known.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Geometry:
     layers: tuple[tuple[int, ...], ...] | None = None
     n_query_heads: int = 0
     hidden_size: int | None = None
+    item_bytes: int = 2
 
 
 # Source: Heo et al., arXiv:2608.03893, table 10; parameters as in the models' names.
@@ -90,9 +92,10 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
     layers = tuple(found[index] for index in range(n_layers) if index in found)
     name = split_ref(ref, revision)[1]
     width = hidden_size(model)
+    item_bytes = getattr(setting(config, "dtype") or setting(outer, "dtype"), "itemsize", 2)
     if len(layers) == n_layers and set(layers) != {(*layers[0][:2], layers[0][1])}:
-        return Geometry(name, n_layers, *layers[0][:2], *weights, layers, n_query, width)
-    return Geometry(name, n_layers, n_heads, head_dim, *weights, None, n_query, width)
+        return Geometry(name, n_layers, *layers[0][:2], *weights, layers, n_query, width, item_bytes)
+    return Geometry(name, n_layers, n_heads, head_dim, *weights, None, n_query, width, item_bytes)
 
 
 def _without_weights(config: Any, trust_remote_code: bool) -> Any:

@@ -119,8 +119,8 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
             if attempt > RETRIES:
                 raise TextError(
                     f"{options.dataset}: found {type(error).__name__} at document {position} "
-                    f"({one_line(error, 200)}), needed text that can be reached: run the same command later, a "
-                    "capture with --resume"
+                    f"({one_line(error, 200)}), needed text that can be read to its end: run the same command later, "
+                    "a capture with --resume, or replace a damaged file"
                 ) from error
             time.sleep(min(2**attempt, 30))
             rows = iter(_open(options).skip(position))
