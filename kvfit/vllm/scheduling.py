@@ -50,6 +50,8 @@ class LoadScheduling:
             wanted = request_options(request.kv_transfer_params)
             if not plain_prompt(request):
                 raise Miss("not_text")
+            if request.skip_reading_prefix_cache:  # vLLM asks all the same, drops the answer and runs every token
+                raise Miss("whole_prompt")
             return self._planner.plan(request.request_id, request.prompt_token_ids, request.cache_salt or "", wanted)
         except Miss as miss:
             self._miss(miss.reason)
@@ -66,11 +68,14 @@ class LoadScheduling:
             _log.info("a request is prefilled: %s (said once; see the counters)", reason)
 
     def allocated(self, request: Any, block_ids: list[int], n_tokens: int) -> None:
-        """Note the blocks that were allocated for a request that loads."""
+        """Note the blocks that were allocated for a request, of which the first `n_tokens` tokens are to be loaded."""
         plan = self._plans.get(request.request_id)
-        if n_tokens and isinstance(plan, Load):
-            count = n_tokens // self._planner.engine_block
-            self._due.append(dataclasses.replace(plan, block_ids=block_ids[:count]))
+        if isinstance(plan, Load):
+            # Without blocks nothing is loaded: vLLM has not taken the tokens that it was offered.
+            plan = dataclasses.replace(plan, block_ids=block_ids[: n_tokens // self._planner.engine_block])
+            self._plans[request.request_id] = plan
+            if plan.block_ids:
+                self._due.append(plan)
 
     def take_due(self) -> list[Load]:
         """The loads of this step."""
@@ -80,13 +85,17 @@ class LoadScheduling:
     def failed(self, failures: dict[str, str]) -> None:
         """Note the requests that the worker could not load, with the reasons, which the worker has counted."""
         for request_id, reason in failures.items():
-            self._plans[request_id] = Miss(reason)
+            if request_id in self._plans:  # a request that was aborted meanwhile is forgotten already
+                self._plans[request_id] = Miss(reason)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
-        """Forget a request; return what to tell the client."""
+        """Forget a request; return what to tell the client: what has happened, whatever was planned."""
         plan = self._plans.pop(request.request_id, None)
         if plan is None:
             return None
+        if isinstance(plan, Load) and not plan.block_ids:
+            plan = Miss("not_taken")
+            self._miss(plan.reason)
         if isinstance(plan, Miss):
             return {"kvfit": {"status": "fallback_prefill", "reason": plan.reason, "mapped_tokens": 0}}
         return {"kvfit": {"status": "applied", "reason": None, "mapped_tokens": len(plan.token_ids)}}

@@ -63,9 +63,18 @@ def running(model: Path, more: dict[str, Any] | None = None, **options: Any) -> 
 
 
 def generate(
-    engine: Any, prompts: Sequence[Sequence[int]], *, n_tokens: int = 12, tenant: str | None = None, **asked: Any
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    n_tokens: int = 12,
+    tenant: str | None = None,
+    sampled: dict[str, Any] | None = None,
+    **asked: Any,
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Greedy tokens of some prompts, all at once, and what the connector says about each; `asked` are the request's options."""
+    """Greedy tokens of some prompts, all at once, and what the connector says about each.
+
+    `asked` are the request's options, and `sampled` are more of vLLM's sampling parameters.
+    """
     from vllm import SamplingParams
 
     sampling = SamplingParams(
@@ -74,6 +83,7 @@ def generate(
         detokenize=False,
         ignore_eos=True,
         extra_args={"kv_transfer_params": {"kvfit": asked}},
+        **(sampled or {}),
     )
     salt = {} if tenant is None else {"cache_salt": tenant}
     outputs = engine.generate([{"prompt_token_ids": list(ids), **salt} for ids in prompts], sampling, use_tqdm=False)

@@ -324,6 +324,14 @@ def test_parameters_that_cannot_be_are_a_miss(source, target, fresh):
     expect_prefill(target, prompt, "bad_parameters", maps=True)
 
 
+@pytest.mark.parametrize("sampled", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}])
+def test_a_request_whose_whole_prompt_is_run_is_a_miss(source, target, fresh, sampled):
+    (prompt,) = read_by_source(source, fresh)
+    expect_prefill(target, prompt, "whole_prompt", sampled=sampled)
+    (_,), (told,) = generate(target, [prompt])
+    assert told["status"] == "applied"
+
+
 def test_fifty_requests_at_once_hits_and_misses_mixed(source, target, fresh):
     hits = read_by_source(source, fresh, 20)
     alone = [generate(target, [prompt])[0][0] for prompt in hits]
