@@ -73,6 +73,12 @@ def generate(model: Any, input_ids: Tensor, cache: Any, /, *, attention_mask: Te
     return result
 
 
+def end_ids(model: Any) -> list[int]:
+    """The tokens that end an answer: several in chat models, which end a turn in other ways than a text; perhaps none."""
+    found = getattr(getattr(unwrapped(model), "generation_config", None), "eos_token_id", None)
+    return [found] if isinstance(found, int) else list(found or [])
+
+
 def _keep_prompts(cache: Any, length: int, beams: int, returned: int) -> None:
     """Crop a cache after beam search to the prompts.
 

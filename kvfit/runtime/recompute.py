@@ -26,6 +26,7 @@ from torch import Tensor
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device, setting, text_config
+from kvfit.model.generate import end_ids
 from kvfit.runtime.features import Pairs
 from kvfit.runtime.rewrite import refuse_attention
 from kvfit.runtime.same_tokens import check_same_tokens
@@ -190,9 +191,7 @@ class _Reader:
 
     def _ends(self, token: Tensor) -> Tensor:
         """(B, 1) whether a drafted token ends the answer."""
-        found = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        ends = [found] if isinstance(found, int) else list(found or [])
-        return torch.stack([token == end for end in ends]).any(0) if ends else torch.zeros_like(token, dtype=torch.bool)
+        return torch.isin(token, torch.tensor(end_ids(self.model), device=token.device, dtype=token.dtype))
 
     def _run(self, cache: Any, ids: Tensor, length: int, watch: Watch | None = None, keep: int | None = None) -> Tensor:
         """Run tokens on the cache, which then holds `length` tokens; `watch` records what they attend to."""

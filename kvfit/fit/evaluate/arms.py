@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal, get_args
 
 import torch
@@ -26,6 +27,7 @@ from kvfit.fit.evaluate.pair import load_pair as load_pair
 from kvfit.fit.evaluate.pair import shared_vocabulary as shared_vocabulary
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
+from kvfit.model.generate import end_ids
 from kvfit.model.rope import angles, rotate, unrotate
 from kvfit.runtime.features import Pairs as Pairs
 from kvfit.runtime.handoff import Handoff, handoff
@@ -275,5 +277,11 @@ def greedy(model: Any, cache: Any, ids: Tensor, n_tokens: int, vocabulary: int |
 
 
 def answer(model: Any, cache: Any, question_ids: Tensor, n_tokens: int) -> list[int]:
-    """The greedy continuation of one question (1, Q) on top of a cache."""
-    return greedy(model, cache, question_ids, n_tokens)[0].tolist()
+    """The greedy continuation of one question (1, Q) on top of a cache, up to the model's end token."""
+    return up_to_end(model, greedy(model, cache, question_ids, n_tokens)[0])
+
+
+def up_to_end(model: Any, tokens: Tensor) -> list[int]:
+    """The tokens of a continuation (T,) before the first one that ends an answer; what follows that was never said."""
+    ends = set(end_ids(model))
+    return list(takewhile(lambda token: token not in ends, tokens.tolist()))

@@ -4,7 +4,8 @@
 
 The harness has no plug-ins, so it is started through this module, which adds the model ``kvfit`` and leaves everything else to
 the harness. Every prompt is moved as the arm says, without its last token, which the target runs itself. The target scores or
-generates the answer; in the arm ``source``, the source does.
+generates the answer; in the arm ``source``, the source does. In the arm ``native``, results are those of the harness's own
+model ``hf``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from kvfit.bundle.bundle import Bundle
 from kvfit.errors import MismatchError
@@ -22,8 +25,8 @@ from kvfit.fit.capture import models
 from kvfit.fit.capture.sequences import with_one_beginning
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm
-from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device, setting, text_config
+from kvfit.model.generate import generate
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -38,6 +41,8 @@ except ModuleNotFoundError as error:
 
 # `shuffled` needs another document besides the prompt, so it cannot answer the prompt.
 ARMS: tuple[Arm, ...] = tuple(arm for arm in get_args(Arm) if arm != "shuffled")
+# A task's names for the maximal length of an answer; the first one that it sets counts.
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 def _registered(model: type) -> Any:
@@ -200,38 +205,67 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate greedy answers up to the task's stop strings.
 
+        An answer also ends at any end token of the model's generation configuration, of which chat models have several. The
+        task's further settings, and those of that configuration, are `generate`'s.
+
         Raises:
             MismatchError: the task asks for sampling.
         """
         out = []
         for request in tqdm(requests, desc=f"generate, {self.arm}", disable=disable_tqdm or None):
             context, wanted = request.args
-            if wanted.get("do_sample") and float(wanted.get("temperature", 1.0)) > 0:
+            settings = {name: value for name, value in wanted.items() if name not in ("until", *LENGTHS)}
+            asked = settings.pop("do_sample", None)
+            if float(settings.pop("temperature", 1.0 if asked else 0.0)) > 0 and asked is not False:
                 raise MismatchError("generate_until: found a task that samples, needed greedy decoding (do_sample: false)")
             until = wanted.get("until") or []
             stops = [until] if isinstance(until, str) else list(until)
-            most = int(wanted.get("max_gen_toks") or wanted.get("max_new_tokens") or self.max_gen_toks)
+            most = int(next((wanted[name] for name in LENGTHS if wanted.get(name)), self.max_gen_toks))
             prompt = self._fitted(self.tok_encode(context) or [self.prefix_token_id], most)
-            out.append(self._said(prompt, stops, most))
+            out.append(self._said(prompt, stops, max_new_tokens=most, **settings))
             self.cache_hook.add_partial("generate_until", request.args, out[-1])
         return out
 
-    def _said(self, prompt: list[int], stops: list[str], most: int) -> str:
+    def _said(self, prompt: list[int], stops: list[str], **settings: Any) -> str:
         cache = self.prompt_cache(prompt).fresh(self.model)
-        ids = torch.tensor([prompt[-1:]]).to(input_device(self.model))
-        said: list[int] = []
-        while len(said) < most:
-            ids = caches.forward(self.model, ids, cache, logits_to_keep=1)[:, -1, : self.vocabulary].argmax(-1, keepdim=True)
-            if int(ids) == self.eot_token_id:
-                break
-            said.append(int(ids))
-            text = self.tokenizer.decode(said)
-            if any(stop in text for stop in stops):
-                break
-        text = self.tokenizer.decode(said)
+        ids = torch.tensor([prompt if self.arm != "no_context" else prompt[-1:]]).to(input_device(self.model))
+        # The tokenizer's end token ends an answer even if the model's configuration does not list it.
+        stops = [*stops, self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)]
+        found = generate(
+            self.model,
+            ids,
+            cache,
+            do_sample=False,
+            pad_token_id=self.eot_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id,
+            stopping_criteria=StoppingCriteriaList([_Said(self.tokenizer, stops, ids.shape[1])]),
+            logits_processor=LogitsProcessorList([_Shared(self.vocabulary)]),
+            **settings,
+        )
+        text = self.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
         for stop in stops:
             text = text.split(stop)[0] if stop else text
         return str(text)
+
+
+class _Said(StoppingCriteria):  # type: ignore[misc]
+    """Ends an answer at a stop string, which may be the text of a special token."""
+
+    def __init__(self, tokenizer: Any, stops: list[str], n_prompt: int) -> None:
+        self.tokenizer, self.stops, self.n_prompt = tokenizer, stops, n_prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # noqa: ARG002
+        texts = (self.tokenizer.decode(row[self.n_prompt :], skip_special_tokens=False) for row in input_ids)
+        return torch.tensor([any(stop in text for stop in self.stops) for text in texts], device=input_ids.device)
+
+
+class _Shared(LogitsProcessor):  # type: ignore[misc]
+    """Leaves out the logits that only one of the two models has."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+        return scores.index_fill(-1, torch.arange(self.vocabulary, scores.shape[-1], device=scores.device), float("-inf"))
 
 
 def main() -> None:

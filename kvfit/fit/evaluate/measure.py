@@ -173,7 +173,10 @@ class Measured:
                 for arm in SHOWN
             }
             for number, row in enumerate(part):
-                shown: dict[str, str] = {arm: self.tokenizer.decode(tokens[number].tolist()) for arm, tokens in said.items()}
+                shown: dict[str, str] = {
+                    arm: self.tokenizer.decode(arms.up_to_end(arms.model_of(self.pair, arm), tokens[number]))
+                    for arm, tokens in said.items()
+                }
                 out.append({"context": self.tokenizer.decode(row[-SHOWN_CONTEXT:].tolist()), **shown})
         return out
 

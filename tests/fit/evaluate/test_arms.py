@@ -14,9 +14,20 @@ from zoo import FAMILIES, build
 import kvfit
 from kvfit.bundle.bundle import Bundle, write_bundle
 from kvfit.errors import MismatchError
-from kvfit.fit.evaluate.arms import Pair, Prefixes, Rewindable, greedy, load_pair, mean_pairs, shared_vocabulary, source_pairs
+from kvfit.fit.evaluate.arms import (
+    Pair,
+    Prefixes,
+    Rewindable,
+    answer,
+    greedy,
+    load_pair,
+    mean_pairs,
+    shared_vocabulary,
+    source_pairs,
+)
 from kvfit.fit.evaluate.diagnose import diagnose
 from kvfit.fit.evaluate.likelihood import likelihood
+from kvfit.fit.evaluate.measure import Measured
 from kvfit.fit.evaluate.options import Options
 from kvfit.fit.evaluate.pair import mapper_for
 from kvfit.fit.evaluate.ways import work_shares
@@ -75,6 +86,23 @@ def test_a_target_with_windows(tiny_pair: tuple[Path, Path], load: Loader) -> No
     cache = Rewindable(Prefixes(pair, ids[:1, :30]).cache("native"))
     first = greedy(model, cache.fresh(model), ids[:1, 30:31], 20)
     assert torch.equal(greedy(model, cache.fresh(model), ids[:1, 30:31], 20), first)
+
+
+def test_an_answer_and_a_transcript_end_at_any_of_the_models_end_tokens(tiny_pair: tuple[Path, Path], load: Loader) -> None:
+    """Chat models have several. What a loop decodes after one of them was never said."""
+    tokenizer = load(tiny_pair[1]).tokenizer
+    model = tiny(0)
+    ids = heldout(tokenizer, 1, 40)
+    said = greedy(model, new_cache(model), ids, 48)[0].tolist()
+    absent = next(token for token in range(2048) if token not in said)
+    first = min(said.index(said[20]), said.index(said[30]))
+    pair = Pair(model, model, identical(model, tokenizer))
+    measured = Measured(pair, tokenizer, Options(prefix=40, transcripts=1), progress=False)
+    for ends, n_said in ((None, 48), (absent, 48), (said[20], said.index(said[20])), ([absent, said[30], said[20]], first)):
+        model.generation_config.eos_token_id = ends
+        assert answer(model, new_cache(model), ids, 48) == said[:n_said]
+        (shown,) = measured.transcripts(ids)
+        assert shown["native"] == shown["source"] == tokenizer.decode(said[:n_said])
 
 
 def test_two_paddings_of_one_vocabulary(tiny_pair: tuple[Path, Path], load: Loader) -> None:

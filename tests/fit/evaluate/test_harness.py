@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fitted import fit_tiny, paired
+from tokenizers import AddedToken
 
 pytest.importorskip("lm_eval")
 
@@ -123,6 +124,58 @@ def test_answers_are_generated_from_the_mapped_prompt(
         assert sample["resps"][0][0] == target.tokenizer.decode(said).split("\n")[0]
 
 
+def spoken(made: KvfitLM, **asked: Any) -> tuple[str, str, list[int]]:
+    """What the model, and the harness's own, answer to the first question; and the token ids of the latter."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    request = Instance("generate_until", {}, (QUESTIONS[0][0], {"until": ["\n\n\n"], "max_gen_toks": 12, **asked}), 0)
+    own = HFLM(pretrained=made.model, tokenizer=made.tokenizer, batch_size=1)
+    ids: list[int] = []
+    generated = own._model_generate
+
+    def noted(context: torch.Tensor, **given: Any) -> torch.Tensor:
+        found = generated(context, **given)
+        ids.extend(found[0, context.shape[1] :].tolist())
+        return found
+
+    own._model_generate = noted
+    theirs = own.generate_until([request], disable_tqdm=True)[0]
+    return made.generate_until([request], disable_tqdm=True)[0], theirs, ids
+
+
+def test_native_says_what_the_harnesss_own_model_says(bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
+    """Whatever ends an answer or changes it: a second end token, a special token, a setting of the model or of the task."""
+    made = model(bundle, tiny_pair, "native")
+    config = made.model.generation_config
+    plain, theirs, ids = spoken(made)
+    assert plain == theirs
+    assert len(ids) == 12
+
+    config.eos_token_id = [0, ids[4]]
+    ours, theirs, fewer = spoken(made)
+    assert ours == theirs
+    assert fewer == ids[: ids.index(ids[4]) + 1]
+    config.eos_token_id = 0
+
+    for answer in (spoken(made, suppress_tokens=[ids[0]]), spoken(made, max_gen_toks=None, max_tokens=5)):
+        assert answer[0] == answer[1] != plain
+    config.suppress_tokens = [ids[0]]
+    ours, theirs, _ = spoken(made)
+    assert ours == theirs != plain
+    config.suppress_tokens = None
+
+    special = made.tokenizer.convert_ids_to_tokens(ids[2])
+    made.tokenizer.add_tokens([AddedToken(special, special=True)], special_tokens=True)
+    assert made.tokenizer.convert_tokens_to_ids(special) == ids[2]
+    ours, theirs, same = spoken(made)
+    assert ours == theirs != plain
+    assert same == ids
+    ours, theirs, fewer = spoken(made, until=[made.tokenizer.decode([ids[2]])])
+    assert ours == theirs
+    assert len(fewer) <= 3
+
+
 def test_the_registry_makes_the_model_from_its_arguments(bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
     from lm_eval.api.registry import get_model
 
@@ -169,9 +222,10 @@ def test_what_cannot_be_moved_is_refused(bundle: Path, tiny_pair: tuple[Path, Pa
     made = model(bundle, tiny_pair, "transfer", max_length=20)
     with pytest.raises(MismatchError, match="task without prompts"):
         made.loglikelihood_rolling([])
-    sampled = Instance("generate_until", {}, ("A question", {"until": [], "do_sample": True, "temperature": 0.7}), 0)
-    with pytest.raises(MismatchError, match="samples"):
-        made.generate_until([sampled])
+    for settings in ({"do_sample": True}, {"do_sample": True, "temperature": 0.7}, {"temperature": 0.7}):
+        sampled = Instance("generate_until", {}, ("A question", {"until": [], **settings}), 0)
+        with pytest.raises(MismatchError, match="samples"):
+            made.generate_until([sampled])
     # A prompt that does not fit loses its beginning.
     assert made._fitted(list(range(30)), 5) == list(range(15, 30))
     with pytest.raises(MismatchError, match="max_length"):
