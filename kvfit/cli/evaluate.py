@@ -56,7 +56,7 @@ from kvfit.errors import GateError
 @click.option("--turns", default=0, help="The target's turns in a conversation that moves back and forth; 0 for none.")
 @click.option("--exact-head", default=1, help="Number of first tokens that the target runs itself in the judged handoff.")
 @click.option("--exact-tail", default=0, help="Number of last tokens of the prefix that it runs itself.")
-@click.option("--recompute", default=0.0, help="Share of the prefix that it recomputes, guided by the source.")
+@click.option("--recompute", default=0.0, help="Share of the mapped tokens that it recomputes, guided by the source.")
 @click.option("--transcripts", default=10, help="Number of documents whose continuations the HTML page shows; 0 for none.")
 @click.option("--seconds", default=60.0, help="Time for all timings together; 0 for no timings.")
 @click.option("--time-tokens", default=0, help="Longest context to time; default: the longest prefix.")

@@ -34,7 +34,9 @@ class Handoff:
         n_mapped: tokens per sequence that were mapped.
         n_exact: tokens per sequence that the target ran here, head and tail together.
         n_reused: tokens per sequence that the target's cache already held.
-        recomputed: (B, C), indices of the tokens that the target ran again in the mapped context; None if there are none.
+        recomputed: (B, C), indices of the mapped tokens that the target ran again in the mapped context, this turn's and those
+            that `target_cache` held; None if there are none. Tokens that the target runs anyway are not among them. A row with
+            fewer than the longest row repeats one of its own, or its first where it has none.
         target_model: the target that `generate` runs.
         attention_mask: (B, S), 0 on padding.
         seconds: wall time of each part (``guide``, ``transfer``, ``exact``, ``recompute``, ``prefill``) on the host. A device
@@ -56,7 +58,8 @@ class Handoff:
 
     def __repr__(self) -> str:
         batch, length = self.input_ids.shape
-        recomputed = "" if self.recomputed is None else f", {self.recomputed.shape[1]} of them run again"
+        of_them = "" if self.n_reused else "of them "  # else held tokens may be among them
+        recomputed = "" if self.recomputed is None else f", {self.recomputed.shape[1]} {of_them}run again"
         reason = "" if self.reason is None else f", reason: {self.reason}"
         return (
             f"Handoff({self.status}: {batch} x {length} tokens: {self.n_reused} reused, {self.n_mapped} mapped{recomputed}, "
@@ -132,12 +135,14 @@ def handoff(
             with the target's padding token.
         exact_head: number of first tokens that the target runs itself.
         exact_tail: number of last tokens of the moved prefix that the target runs itself.
-        recompute: share of the moved prefix, 0 to 1, that the target runs again: the tokens that `guide` attends to (see
-            `kvfit.runtime.recompute`). It costs this share of a prefill and restores exact content where the question needs
-            it. ``auto`` chooses the share from the guide's attention. A share below that of the mapper's evaluation warns once.
+        recompute: share of each row's mapped tokens, 0 to 1, that the target runs again: those that `guide` attends to (see
+            `kvfit.runtime.recompute`). It is rounded up, and counts a row's first token as mapped and with a `target_cache` all
+            that it holds. It costs this share of a prefill and restores exact content where the question needs it. ``auto``
+            chooses the share from the guide's attention. A share below that of the mapper's evaluation warns once.
         guide: the loaded source; `recompute` needs it.
         exact_tokens: tokens to run again, instead of `recompute`: indices into the conversation, (C,) or (B, C), not a mask.
-            A row with fewer tokens than the longest row repeats some. Tokens beyond the mapped part are exact anyway.
+            A row with fewer tokens than the longest row repeats some. Padding and tokens outside the mapped part are ignored:
+            the target runs those of the head and the tail anyway.
         target_cache: a cache of the target from an earlier turn. The longest common prefix of `target_ids` and `input_ids` is
             kept, everything after it is cropped off, and only newer tokens are mapped. It is changed in place and becomes the
             result's cache; only if tokens are run again in a target with windows, the result gets a new cache.

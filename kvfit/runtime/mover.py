@@ -23,6 +23,7 @@ from kvfit.errors import MismatchError
 from kvfit.model import cache as caches
 from kvfit.model.placeholders import Placeholders
 from kvfit.runtime.checks import check_source, check_vocabulary, common_tokens
+from kvfit.runtime.choice import keep_only
 from kvfit.runtime.features import Pairs
 from kvfit.runtime.mapper import Mapper
 from kvfit.runtime.passes import check_mapped, check_ran, run, timed, undone_on_error
@@ -58,7 +59,7 @@ class Filled:
         n_mapped: tokens per sequence that were mapped.
         n_exact: tokens per sequence that the target ran.
         n_reused: tokens per sequence that it held before.
-        recomputed: (B, C), the tokens that the target ran again; None if there are none.
+        recomputed: (B, C), the mapped tokens that the target ran again; None if there are none.
     """
 
     cache: Any
@@ -127,9 +128,8 @@ class Mover:
             self._check_held(mapper, pairs, target_cache, reused)
             self.own = target_cache, reused
         windowed = any(window is not None for window in mapper.spec.target.windows)
-        # Where the target runs all that is moved, there is nothing that it could run better.
-        own = parts.tail <= parts.head and not reused
-        tokens = None if own else self._chosen(wanted, pairs, min(parts.tail, pairs[0][0].shape[2]), reused if windowed else 0)
+        own = parts.tail <= parts.head and not reused  # the target runs all that is moved
+        tokens = None if own else self._chosen(wanted, pairs, parts, reused if windowed else 0)
         if tokens is not None:
             mapper.check_rewrite(self.model)
             if target_cache is not None:
@@ -247,30 +247,30 @@ class Mover:
                 windows=windows,
             )
 
-    def _chosen(self, wanted: Wanted, pairs: Pairs, tail: int, first: int) -> Tensor | None:
-        """(B, C), the tokens among first to tail - 1 to run again, ascending; None if there are none."""
-        batch, prefix = self.input_ids.shape[0], pairs[0][0].shape[2]
-        if wanted.exact_tokens is None:
-            if not wanted.recompute or tail <= first:
-                return None
+    def _chosen(self, wanted: Wanted, pairs: Pairs, parts: Parts, first: int) -> Tensor | None:
+        """(B, C), the tokens from `first` on to run again, ascending; None if there are none."""
+        batch, _, covered, _ = pairs[0][0].shape
+        numbers = torch.arange(min(parts.tail, covered), device=self.mask.device)
+        # What the target runs here is exact. What it held before may have been mapped in an earlier turn.
+        among = (numbers >= first) & ((numbers < parts.reused) | (numbers >= parts.head)) & (self.mask[:, : len(numbers)] != 0)
+        if wanted.exact_tokens is not None:
+            tokens = wanted.indices(batch, covered, self.input_ids.device)
+        elif wanted.recompute and bool(among.any()):
             with timed(self.seconds, "guide"):
                 tokens = guided_tokens(
                     wanted.guide,
                     pairs,
                     self.input_ids,
-                    prefix=prefix,
-                    among=range(first, tail),
+                    prefix=covered,
+                    among=among,
                     fraction=wanted.recompute,
                     attention_mask=self.real,
                     excluded=self.placeholders.found,
                 ).to(self.input_ids.device)
         else:
-            tokens = wanted.indices(batch, prefix, self.input_ids.device)
-        # Tokens of the tail are exact already, and tokens that a windowed layer may have dropped cannot be run again. They are
-        # replaced by token `first`, because every row needs the same number of tokens.
-        outside = (tokens >= tail) | (tokens < first)
-        tokens = tokens.masked_fill(outside, first).sort(dim=1).values
-        return tokens if tokens.shape[1] and tail > first and not bool(outside.all()) else None
+            return None
+        kept = keep_only(tokens, among, first)
+        return kept if kept.shape[1] else None
 
     def _common(self, mapper: Mapper, target_cache: Any, target_ids: Tensor | None) -> int:
         """How many first tokens the target's cache shares with the conversation, not counting the conversation's last token."""

@@ -16,7 +16,6 @@ Source: own measurements; see docs/guides/recompute.md.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -27,13 +26,13 @@ from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device, setting, text_config
 from kvfit.model.generate import end_ids
+from kvfit.runtime.choice import choose
 from kvfit.runtime.features import Pairs
 from kvfit.runtime.rewrite import refuse_attention
 from kvfit.runtime.same_tokens import check_same_tokens
 from kvfit.runtime.watch import Watch
 
 N_HEADS = 16
-WINDOW_TOKENS = 16
 QUESTION_TOKENS = 8
 DRAFT_TOKENS = 6
 # Factor on the attention of queries other than the question's last token. It is large enough to add tokens that only a second
@@ -41,10 +40,6 @@ DRAFT_TOKENS = 6
 OTHERS_WEIGHT = 0.35
 # The most tokens per row of the source's cache that are compared with the ids.
 CHECKED_TOKENS = 1024
-
-# `auto` covers this share of the queries' attention, with a number of tokens between these shares of the prefix.
-AUTO_COVERED = 0.9
-AUTO_LEAST, AUTO_MOST = 0.02, 0.2
 
 
 @torch.no_grad()
@@ -54,7 +49,7 @@ def guided_tokens(
     input_ids: Tensor,
     *,
     prefix: int,
-    among: range,
+    among: Tensor,
     fraction: float | Literal["auto"],
     attention_mask: Tensor | None = None,
     excluded: Tensor | None = None,
@@ -66,14 +61,14 @@ def guided_tokens(
         pairs: its keys and values of the first `prefix` tokens, (B, H, prefix, D) per layer; not changed.
         input_ids: (B, S), the conversation, S > prefix.
         prefix: number of tokens that the guide has read.
-        among: the tokens to choose from. The first token of each sequence and padding are always chosen last.
-        fraction: share of the tokens up to the end of `among` to choose, rounded up; ``auto`` for as many as the guide's
+        among: (B, T) booleans, T <= prefix, the tokens to choose from; no padding.
+        fraction: share of each row's tokens to choose, as in `kvfit.runtime.choice.choose`; ``auto`` for as many as the guide's
             attention needs.
         attention_mask: (B, S), 0 on left padding.
         excluded: (B, S) booleans, further tokens to choose last.
 
     Returns:
-        (B, C) indices into the conversation, ascending; C = ceil(fraction * among.stop).
+        (B, C) indices into the conversation, ascending. A row with fewer than the others repeats one of its own.
 
     Raises:
         MismatchError: `fraction` is not between 0 and 1, or `pairs` hold other tokens than `input_ids`.
@@ -84,70 +79,16 @@ def guided_tokens(
     refuse_attention(caches.unwrapped(guide), "to watch what it attends to")
     reader = _Reader(guide, pairs, input_ids, prefix, attention_mask)
     check_same_tokens(reader.model, pairs, reader.input_ids, prefix, reader.mask, CHECKED_TOKENS)
-    worth = reader.worth()[:, : among.stop]
-    eligible = candidates(input_ids, attention_mask)[:, : among.stop].to(worth.device)
-    eligible[:, : among.start] = False
-    if excluded is not None:
-        eligible &= ~excluded[:, : among.stop].to(worth.device)
-    count = auto_count(worth, eligible) if fraction == "auto" else share_of(among.stop, fraction)
-    return choose_tokens(worth[:, None], eligible, count)
+    worth, n_tokens = reader.worth()[:, : among.shape[1]], among.shape[1]
+    first = first_tokens(input_ids, attention_mask)[:, :n_tokens].to(worth.device)
+    excluded = None if excluded is None else excluded[:, :n_tokens].to(worth.device)
+    return choose(worth, among.to(worth.device), fraction, first, excluded)
 
 
-def share_of(n_tokens: int, fraction: float) -> int:
-    """A share of a number of tokens, rounded up."""
-    # The product is rounded, so a little is subtracted; 0.1 of 30 is 3.
-    return min(n_tokens, math.ceil(fraction * n_tokens - 1e-9))
-
-
-def auto_count(worth: Tensor, eligible: Tensor, window: int = WINDOW_TOKENS) -> int:
-    """The number of tokens to choose so that they get most of the queries' attention, in the row that needs most tokens.
-
-    Args:
-        worth: (B, T), attention to each token.
-        eligible: (B, T), the tokens to choose from.
-        window: number of tokens that are chosen together.
-
-    Returns:
-        The size of the fewest windows that get `AUTO_COVERED` of the attention, within `AUTO_LEAST` and `AUTO_MOST`.
-    """
-    n_tokens = worth.shape[1]
-    mean = worth.double().masked_fill(~eligible, 0.0)
-    blocks = F.pad(mean, (0, -n_tokens % window)).view(len(mean), -1, window).sum(-1).sort(1, descending=True).values
-    missing = blocks.cumsum(1) < AUTO_COVERED * blocks.sum(1, keepdim=True)
-    needed = int((missing.sum(1) + 1).amax()) * window
-    return max(share_of(n_tokens, AUTO_LEAST), min(needed, share_of(n_tokens, AUTO_MOST)))
-
-
-def candidates(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """(B, S), true except on padding and on the first token of each sequence."""
+def first_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """(B, S), true on the first token of each sequence."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return (mask != 0) & (mask.cumsum(-1) > 1)
-
-
-def choose_tokens(weights: Tensor, eligible: Tensor, count: int, window: int = WINDOW_TOKENS) -> Tensor:
-    """The tokens of the best windows.
-
-    A token counts as much as the best window that contains it, so the best windows are chosen first and complete. Within a
-    window, tokens with larger weights are chosen first.
-
-    Args:
-        weights: (B, heads, T), attention; its mean over the heads is used.
-        eligible: (B, T), the tokens to choose from; others are chosen only if there are too few.
-        count: C, the number of tokens to choose.
-        window: number of tokens in a window.
-
-    Returns:
-        (B, C) ascending.
-    """
-    mean = weights.double().mean(1).masked_fill(~eligible, 0.0)  # (B, T)
-    window = max(1, min(window, mean.shape[1]))
-    sums = mean.unfold(1, window, 1).sum(-1)  # (B, T - window + 1)
-    around = F.pad(sums, (window - 1, window - 1), value=-math.inf).unfold(1, window, 1)
-    worth = around.amax(-1).masked_fill(~eligible, -math.inf)  # (B, T)
-    # The minor criterion is sorted first; the second sort is stable and keeps its order among equals.
-    order = mean.argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, worth.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    return order[:, :count].sort(dim=1).values
+    return (mask != 0) & (mask.cumsum(-1) == 1)
 
 
 class _Reader:
@@ -159,7 +100,9 @@ class _Reader:
         device = input_device(self.model)
         self.input_ids = input_ids.to(device)
         self.mask = None if attention_mask is None else attention_mask.to(device)
-        self.eligible = candidates(self.input_ids, self.mask)[:, :prefix]
+        self.eligible = ~first_tokens(self.input_ids, self.mask)[:, :prefix]
+        if self.mask is not None:
+            self.eligible &= self.mask[:, :prefix] != 0
         # The strongest heads of the current pass so far, and their largest weights.
         self.kept: Tensor | None = None  # (B, queries, heads, prefix)
         self.strength = torch.empty(0)  # (B, queries, heads)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvfit.errors import KvfitError
 from kvfit.runtime.mapper import Mapper
-from kvfit.runtime.recompute import auto_count, choose_tokens, share_of
 from kvfit.vllm.engine import Engine
 from kvfit.vllm.entries import EntryError, unpack
 from kvfit.vllm.metrics import KvfitStats
@@ -82,7 +79,9 @@ class Loader:
         states = torch.cat(blocks, 3)[:, :, :, :n_tokens].to(self._engine.device)  # (L, 2, H, T, D)
         if states.shape[3] != n_tokens:
             raise EntryError("mismatch", f"found {states.shape[3]} tokens in the store's blocks, needed {n_tokens}")
-        tokens = self._chosen(plan, guide)
+        if guide is not None and guide.shape != (plan.prompt_tokens - 1,):
+            raise EntryError("mismatch", f"found a guide of {tuple(guide.shape)}, needed {plan.prompt_tokens - 1} tokens")
+        tokens = plan.run_again(self._options.exact_head, guide)
         pairs = [(layer[0][None], layer[1][None]) for layer in states]
         first_layer = self._engine.first_layer(plan.token_ids) if self._mapper.spec.lexical_lags else None
         for layer_index, (keys, values) in enumerate(self._mapper.stream_layers(pairs, first_layer=first_layer)):
@@ -110,30 +109,3 @@ class Loader:
     def _check_time(self, deadline: float) -> None:
         if time.perf_counter() > deadline:
             raise EntryError("slow", f"found a load that takes longer than {self._options.timeout_seconds} s")
-
-    def _chosen(self, plan: Load, guide: Tensor | None) -> Sequence[int]:
-        """The mapped tokens that the engine runs again: the prompt's head, and those that matter most."""
-        n_tokens = len(plan.token_ids)
-        tokens = set(range(min(self._options.exact_head, n_tokens)))
-        if plan.exact_tokens is not None:
-            tokens |= {token for token in plan.exact_tokens if token < n_tokens}
-        elif guide is not None:
-            if guide.shape != (plan.prompt_tokens - 1,):
-                raise EntryError("mismatch", f"found a guide of {tuple(guide.shape)}, needed {plan.prompt_tokens - 1} tokens")
-            tokens |= set(guided(guide, n_tokens, plan.recompute))
-        return sorted(tokens)
-
-
-def guided(weights: Tensor, n_tokens: int, share: float | Literal["auto"]) -> list[int]:
-    """Choose the tokens of a mapped prefix that the source looks at most, as `handoff` does.
-
-    Args:
-        weights: (S - 1,) the source's attention weight on every token but the last.
-        n_tokens: the length of the mapped prefix.
-        share: the share of the prefix to choose, rounded up; ``auto`` lets the weights decide how many.
-    """
-    worth = weights[None, :n_tokens]
-    eligible = (torch.arange(n_tokens) > 0)[None]
-    count = auto_count(worth, eligible) if share == "auto" else share_of(n_tokens, share)
-    chosen: list[int] = choose_tokens(worth[:, None], eligible, count)[0].tolist()
-    return chosen

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch import Tensor
+
+from kvfit.runtime.choice import choose
 from kvfit.vllm.addresses import AddressBook
 from kvfit.vllm.options import ConnectorOptions, RequestOptions
 from kvfit.vllm.store import Store
@@ -25,7 +29,7 @@ class Load:
         addresses: the addresses of the stored blocks that cover it.
         block_ids: the engine's blocks to write; set once they are allocated.
         guide: the address of the record of where the source looks; None where no token is chosen by it.
-        recompute: the share of the prefix to run again, or ``auto``.
+        recompute: the share of the prefix behind the exact head to run again, or ``auto``.
         exact_tokens: the tokens to run again that the request names; None where the guide chooses.
         prompt_tokens: the length of the whole prompt.
     """
@@ -38,6 +42,26 @@ class Load:
     exact_tokens: frozenset[int] | None
     prompt_tokens: int
     block_ids: list[int] = field(default_factory=list)
+
+    def run_again(self, exact_head: int, guide: Tensor | None) -> list[int]:
+        """The mapped tokens that the engine runs again: the prompt's head, and those behind it that matter most.
+
+        Args:
+            exact_head: how many first tokens the engine runs in any case.
+            guide: (S - 1,), the source's attention weight on each token of the prompt but the last; None where it chooses none.
+
+        Returns:
+            The tokens, ascending; those of the guide are what `handoff` chooses.
+        """
+        n_tokens = len(self.token_ids)
+        head = min(exact_head, n_tokens)
+        chosen: set[int] = set()
+        if self.exact_tokens is not None:
+            chosen = {token for token in self.exact_tokens if token < n_tokens}
+        elif guide is not None and head < n_tokens:
+            numbers = torch.arange(n_tokens)[None]
+            chosen = set(choose(guide[None, :n_tokens], numbers >= head, self.recompute, numbers == 0)[0].tolist())
+        return sorted(chosen | set(range(head)))
 
 
 @dataclass

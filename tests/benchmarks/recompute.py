@@ -23,7 +23,7 @@ from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.evaluate import arms, questions
 from kvfit.model import cache as caches
-from kvfit.runtime.recompute import WINDOW_TOKENS
+from kvfit.runtime.choice import WINDOW_TOKENS
 
 
 def at_random(rng: random.Random, n_tokens: int, count: int) -> list[int]:

@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 from kvfit import handoff
 from kvfit.errors import MismatchError, UnsupportedModelError
 from kvfit.model import cache as caches
-from kvfit.runtime.recompute import DRAFT_TOKENS, OTHERS_WEIGHT, QUESTION_TOKENS, auto_count, choose_tokens, guided_tokens
+from kvfit.runtime.choice import auto_counts, choose, choose_tokens, keep_only
+from kvfit.runtime.recompute import DRAFT_TOKENS, OTHERS_WEIGHT, QUESTION_TOKENS, guided_tokens
 from kvfit.runtime.rewrite import rewrite
 
 FAMILIES = {family.name: family for family in zoo.FAMILIES}
@@ -33,6 +34,10 @@ def build(name, backend="eager"):
 
 def tokens(batch, length, seed=0):
     return torch.randint(5, 90, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def every(n_tokens):
+    return torch.ones(1, n_tokens, dtype=torch.bool)
 
 
 def left_padded(ids, paddings):
@@ -216,7 +221,7 @@ def test_a_next_turn_on_windowed_layers():
     chosen = {"exact_tokens": [10, 50, 51, 60, 79]}
     kept = content(first.cache)
     moved = handoff(mapper, model, ids, source, target_cache=first.cache, target_ids=ids[:, :50], **chosen)
-    assert moved.recomputed.tolist() == [[50, 50, 51, 60, 79]]
+    assert moved.recomputed.tolist() == [[50, 51, 60, 79]]
     assert moved.n_reused == 50
     assert same(first.cache, kept)  # made anew
     at_once = handoff(mapper, model, ids, source, exact_tokens=[50, 51, 60, 79])
@@ -254,6 +259,105 @@ def test_tokens_of_the_tail_are_exact_anyway(pair):
     close(handoff(mapper, target, ids, cache, exact_tail=5, exact_tokens=[20, 23]).cache, plain.cache)
     both = handoff(mapper, target, ids, cache, exact_tail=5, exact_tokens=[4, 23])
     close(both.cache, handoff(mapper, target, ids, cache, exact_tail=5, exact_tokens=[4]).cache)
+
+
+def test_the_guide_chooses_among_mapped_tokens_alone(pair):
+    """In a padded batch the exact head spans the longest padding; what is run again lies behind it, in every row."""
+    source, target, mapper = pair
+    ids = tokens(2, 60)
+    mask = left_padded(ids, (0, 40))
+    cache = prefilled(source, ids, mask)
+    for fraction, count in ((0.1, 2), (0.5, 10), (1.0, 18)):
+        moved = handoff(mapper, target, ids, cache, attention_mask=mask, recompute=fraction, guide=source)
+        assert moved.n_mapped == 18
+        assert [len(set(row)) for row in moved.recomputed.tolist()] == [count] * 2
+        assert moved.recomputed.amin() >= 41
+        assert moved.recomputed.amax() < 59
+        assert f"18 mapped, {count} of them run again" in repr(moved)
+    moved = handoff(mapper, target, ids, cache, attention_mask=mask, recompute="auto", guide=source)
+    assert 1 <= moved.recomputed.shape[1] <= 4
+    assert moved.recomputed.amin() >= 41
+
+
+def test_a_row_has_its_own_budget(pair):
+    """Without an exact head a row is mapped from its first token on, so rows have unlike numbers of mapped tokens."""
+    source, target, mapper = pair
+    ids = tokens(3, 60)
+    mask = left_padded(ids, (0, 40, 59))
+    cache = prefilled(source, ids, mask)
+    moved = handoff(mapper, target, ids, cache, attention_mask=mask, exact_head=0, recompute=0.5, guide=source)
+    rows = [set(row) for row in moved.recomputed.tolist()]
+    assert [len(row) for row in rows] == [30, 10, 1]
+    assert min(rows[1]) > 40
+    assert rows[2] == {0}  # nothing of it is mapped, and its padding changes nothing
+
+
+def test_a_longer_exact_head_leaves_the_guide_the_rest(pair):
+    source, target, mapper = pair
+    ids = tokens(1, 61)
+    cache = prefilled(source, ids[:, :60])
+    moved = handoff(mapper, target, ids, cache, exact_head=41, exact_tail=4, recompute=0.5, guide=source)
+    assert (moved.n_mapped, moved.recomputed.shape[1]) == (15, 8)  # half of 15 and the first
+    assert moved.recomputed.amin() >= 41
+    assert moved.recomputed.amax() < 56
+
+
+def test_only_mapped_tokens_count_as_run_again(pair):
+    source, target, mapper = pair
+    ids = tokens(2, 31)
+    cache = prefilled(source, ids)
+    plain = handoff(mapper, target, ids, cache, exact_tail=10)
+    moved = handoff(mapper, target, ids, cache, exact_tail=10, exact_tokens=[0, 5, *range(20, 30)])
+    assert moved.recomputed.tolist() == [[5]] * 2
+    assert "19 mapped, 1 of them run again" in repr(moved)
+    rows = torch.tensor([[5, 22, 9, 25], [3, 3, 28, 28]])
+    moved = handoff(mapper, target, ids, cache, exact_tail=10, exact_tokens=rows)
+    assert moved.recomputed.tolist() == [[5, 9], [3, 3]]
+    # A row that asks for exact tokens alone is that of a plain transfer.
+    moved = handoff(mapper, target, ids, cache, exact_tail=10, exact_tokens=[[5, 9], [0, 28]])
+    assert moved.recomputed.tolist() == [[5, 9], [0, 0]]
+    for found, wanted in zip(content(moved.cache), content(plain.cache), strict=True):
+        assert torch.allclose(found[1], wanted[1], atol=1e-4)
+    assert handoff(mapper, target, ids, cache, exact_tail=10, exact_tokens=[0, 28]).recomputed is None
+
+
+def test_held_tokens_that_are_run_again_are_not_counted_as_mapped(pair):
+    source, target, mapper = pair
+    ids = tokens(1, 41)
+    cache = prefilled(source, ids[:, :40])
+    for arguments in ({"exact_tokens": [7, 8, 21, 30]}, {"recompute": 0.1, "guide": source}):
+        first = handoff(mapper, target, ids[:, :21], prefilled(source, ids[:, :20]))
+        moved = handoff(mapper, target, ids, cache, target_cache=first.cache, target_ids=ids[:, :20], **arguments)
+        assert "20 reused, 20 mapped, 4 run again, 0 exact" in repr(moved)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tokens_that_are_kept(seed):
+    """Against sets: each row's own tokens, once each, as wide as the longest row."""
+    rng = random.Random(seed)
+    n_rows, n_tokens, width = rng.randrange(1, 4), rng.randrange(1, 12), rng.randrange(1, 9)
+    rows = [[rng.randrange(n_tokens + 4) for _ in range(width)] for _ in range(n_rows)]
+    among = [{token for token in range(n_tokens) if rng.random() < 0.6} for _ in range(n_rows)]
+    mask = torch.tensor([[token in own for token in range(n_tokens)] for own in among])
+    wanted = [sorted(set(row) & own) for row, own in zip(rows, among, strict=True)]
+    longest = max(len(row) for row in wanted)
+    found = keep_only(torch.tensor(rows), mask, 99).tolist()
+    assert found == [sorted(row + (row[:1] or [99]) * (longest - len(row))) for row in wanted]
+
+
+def test_what_may_not_be_chosen_never_is():
+    """However large its attention is, and however large the budget. The first token and excluded ones come last."""
+    worth = torch.zeros(2, 40)
+    worth[:, :20] = 1.0
+    among = torch.arange(40).expand(2, -1) >= torch.tensor([[20], [30]])
+    first = torch.arange(40).expand(2, -1) == torch.tensor([[0], [30]])
+    excluded = torch.arange(40).expand(2, -1) == torch.tensor([[39], [40]])
+    for fraction, counts in ((0.25, (6, 3)), (0.9, (19, 9)), (1.0, (20, 10))):
+        found = [set(row) for row in choose(worth, among, fraction, first, excluded).tolist()]
+        assert tuple(len(row) for row in found) == counts
+        assert min(found[0]) >= 20
+        assert min(found[1]) >= 30
+        assert (30 in found[1]) == (39 in found[0]) == (fraction == 1)
 
 
 def attentions(model, ids, mask, prefix):
@@ -312,11 +416,12 @@ def test_the_guide_equals_its_own_attention(name, backend, n_new, monkeypatch):
     mask = left_padded(ids, (0, 9))
     pairs = caches.read_cache(prefilled(model, ids[:, :prefix], mask[:, :prefix], cache=caches.full_cache()))
     before = [half.clone() for pair in pairs for half in pair]
-    found = guided_tokens(model, pairs, ids, prefix=prefix, among=range(55), fraction=0.3, attention_mask=mask)
+    found = guided_tokens(model, pairs, ids, prefix=prefix, among=mask[:, :55] != 0, fraction=0.3, attention_mask=mask)
     weights = attentions(model, ids, mask, prefix)
     for row, first_real in enumerate((0, 9)):
         worth = reference_worth(weights[row].tolist(), first_real, 2)
-        assert found[row].tolist() == reference_choice([worth], first_real, 55, 17)
+        count = (17, 14)[row]  # three in ten of 55 tokens, and of the 46 behind the padding
+        assert sorted(set(found[row].tolist())) == reference_choice([worth], first_real, 55, count)
     assert all(torch.equal(a, b) for a, b in zip(before, [half for pair in pairs for half in pair], strict=True))
 
 
@@ -328,7 +433,7 @@ def test_choice_of_tokens(seed):
     eligible = torch.ones(2, n_tokens, dtype=torch.bool)
     eligible[:, 0] = False
     count = rng.randrange(0, n_tokens + 1)
-    found = choose_tokens(weights, eligible, count)
+    found = choose_tokens(weights, eligible, [count, count])
     assert found.shape == (2, count)
     for row in range(2):
         chosen = found[row].tolist()
@@ -342,10 +447,10 @@ def test_the_needle_is_found_and_a_wrong_head_would_not_find_it():
     weights = torch.full((1, 4, 200), 1e-4)
     weights[0, 2, 77] = 0.9
     eligible = torch.ones(1, 200, dtype=torch.bool)
-    chosen = choose_tokens(weights, eligible, 20)[0].tolist()
+    chosen = choose_tokens(weights, eligible, [20])[0].tolist()
     assert 77 in chosen
     assert max(chosen) - min(chosen) < 31
-    assert 77 not in choose_tokens(weights[:, :2], eligible, 20)[0].tolist()
+    assert 77 not in choose_tokens(weights[:, :2], eligible, [20])[0].tolist()
 
 
 def test_budget():
@@ -354,7 +459,7 @@ def test_budget():
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
 
     def count(fraction):
-        return guided_tokens(model, pairs, ids, prefix=30, among=range(30), fraction=fraction).shape[1]
+        return guided_tokens(model, pairs, ids, prefix=30, among=every(30), fraction=fraction).shape[1]
 
     assert [count(fraction) for fraction in (0, 0.01, 0.1, 0.2, 0.5, 1)] == [0, 1, 3, 6, 15, 30]
     with pytest.raises(MismatchError, match=r"recompute: found 1\.1"):
@@ -369,7 +474,8 @@ def test_a_budget_of_its_own():
         worth[1, : 16 * windows] = 1.0  # one window is less than the least, forty are more than the most
         worth[0, :8] = 1.0
         expected = count if windows != 10 else 144  # nine of ten hold 90 %
-        assert auto_count(worth, eligible) == expected
+        assert auto_counts(worth, eligible, [1600, 1600]) == [expected] * 2
+    assert auto_counts(worth, eligible, [1600, 100]) == [320, 20]  # of a row's own tokens
     model = build("qwen3")
     ids = tokens(1, 101)
     source = prefilled(model, ids)
@@ -386,7 +492,7 @@ def test_nothing_is_left_behind_in_the_guide():
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
     before = (model.config.to_dict(), model.config._attn_implementation, torch.nn.functional.scaled_dot_product_attention)
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    guided_tokens(model, pairs, ids, prefix=30, among=range(30), fraction=0.2)
+    guided_tokens(model, pairs, ids, prefix=30, among=every(30), fraction=0.2)
     after = (model.config.to_dict(), model.config._attn_implementation, torch.nn.functional.scaled_dot_product_attention)
     assert before == after
     assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -406,7 +512,7 @@ def test_no_attention_of_other_tokens_is_kept(monkeypatch):
     model = build("qwen3", "sdpa")
     ids = tokens(2, 50)
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
-    guided_tokens(model, pairs, ids, prefix=30, among=range(30), fraction=0.2)
+    guided_tokens(model, pairs, ids, prefix=30, among=every(30).expand(2, -1), fraction=0.2)
     assert taken == [(2, 4, QUESTION_TOKENS, 50)] * 3 + [(2, 4, 1, 51 + step) for step in range(DRAFT_TOKENS) for _ in range(3)]
 
 
@@ -417,7 +523,7 @@ def test_other_kernels_are_refused():
     other = copy.deepcopy(model)
     other.config._attn_implementation = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="found attention implementation flash_attention_2, needed sdpa or eager"):
-        guided_tokens(other, pairs, ids, prefix=10, among=range(10), fraction=0.2)
+        guided_tokens(other, pairs, ids, prefix=10, among=every(10), fraction=0.2)
     with pytest.raises(UnsupportedModelError, match="to run chosen tokens"):
         rewrite(
             other,
@@ -436,7 +542,7 @@ def test_attention_that_cannot_be_seen_is_refused(monkeypatch):
     pairs = caches.read_cache(prefilled(model, ids[:, :10]))
     monkeypatch.setattr("kvfit.runtime.watch.Watch._seen", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=r"llama, layer 0: found no attention weights"):
-        guided_tokens(model, pairs, ids, prefix=10, among=range(10), fraction=0.2)
+        guided_tokens(model, pairs, ids, prefix=10, among=every(10), fraction=0.2)
 
 
 def test_a_static_target_cache_is_refused(pair):

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from bundle_factory import mapper_spec
 
 from kvfit.errors import OptionError, UnsupportedModelError
 from kvfit.vllm.addresses import AddressBook, sampled_identity
 from kvfit.vllm.options import connector_options, request_options
-from kvfit.vllm.plans import LoadPlanner, Miss, Reading
+from kvfit.vllm.plans import Load, LoadPlanner, Miss, Reading
 from kvfit.vllm.requirements import check_mapper
 
 BOOK = AddressBook("model", 4, "salt")
@@ -174,3 +175,24 @@ def test_models_whose_heads_differ_by_layer_are_refused_by_name(side):
     uneven = replace(model, geometry=(heads,) * (model.n_layers - 1) + ((3, 4, 4),))
     with pytest.raises(UnsupportedModelError, match=f"mapper: found {model.ref}, whose heads differ by layer"):
         check_mapper(replace(spec, **{side: uneven}))
+
+
+@pytest.mark.parametrize(
+    ("head", "share", "count"), [(0, 0.1, 40), (1, 0.1, 40), (300, 0.1, 11), (300, 0.5, 51), (400, 0.5, 0)]
+)
+def test_the_guide_chooses_behind_the_exact_head(head, share, count):
+    """The source looks at the first 300 tokens most. Those of the head are run in any case, and are no part of the share."""
+    guide = torch.linspace(1, 0.5, 450)
+    guide[:300] += 5
+    plan = Load("one", list(range(400)), [], "address", share, None, 451)
+    found = plan.run_again(head, guide)
+    assert found == sorted(set(found))
+    assert found[:head] == list(range(head))
+    # The largest weights lie first, and the first token of all is chosen last.
+    assert found[head:] == list(range(max(1, head), max(1, head) + count))
+    assert plan.run_again(head, None) == list(range(head))
+
+
+def test_a_request_names_tokens_instead():
+    plan = Load("one", list(range(20)), [], None, 0.5, frozenset({1, 7, 19, 20, 40}), 30)
+    assert plan.run_again(3, None) == [0, 1, 2, 7, 19]

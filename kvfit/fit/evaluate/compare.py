@@ -132,7 +132,7 @@ class Comparison:
             interval=low_high,
             kl=float(scores.kl.mean()),
             recall=recall,
-            work=ways.work_shares(pair, self.prefix - 1, recomputed).get(arm),
+            work=ways.work_shares(pair, self.prefix - 1, {arm: recomputed}).get(arm),
             recomputed=recomputed,
         )
 

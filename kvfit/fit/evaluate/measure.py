@@ -70,7 +70,7 @@ class Measured:
         for prefix, ids in read.items():
             recalled = self.recall(prefix, fillers, parts)
             table = self.arms(ids, prefix, recalled, parts, f"{prefix} tokens")
-            work = ways.work_shares(self.pair, prefix - 1, table["auto"]["recomputed"])
+            work = ways.work_shares(self.pair, prefix - 1, {way: row["recomputed"] for way, row in table.items()})
             rows = ways.rows(table, recalled, times, work, options, prefix - 1)
             by_prefix[str(prefix)] = {"arms": table, "recall": recalled, "ways": rows, "documents": len(ids)}
             judged = next(row for row in rows if row["judged"])

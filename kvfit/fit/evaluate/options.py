@@ -27,7 +27,7 @@ class Options:
         transcripts: number of documents whose continuations the HTML page shows; 0 for none.
         exact_head: number of first tokens that the target runs itself in the `handoff` arm.
         exact_tail: number of last tokens of the prefix that it runs itself there.
-        recompute: share of the prefix that it recomputes there, guided by the source.
+        recompute: share of the mapped tokens that it recomputes there, guided by the source.
         batch_size: documents per forward pass.
         seconds: time for all timings together; 0 for none. The number of repetitions follows from the time of one run.
         time_tokens: longest length to time, if it is longer than the longest prefix.

@@ -25,7 +25,7 @@ class Pair:
         mapper: the mapper between them, bound to both.
         exact_head: number of first tokens that the target runs itself in the `handoff` arm.
         exact_tail: number of last tokens of the prefix that it runs itself there.
-        recompute: share of the prefix that it recomputes there, guided by the source; 0 for none.
+        recompute: share of the mapped tokens that it recomputes there, guided by the source; 0 for none.
         prefilled: cache of the source's keys and values by the bytes of the ids, for several mappers on the same contexts; None
             for no cache.
     """

@@ -77,7 +77,7 @@ def rows(
     return out
 
 
-def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, float]:
+def work_shares(pair: arms.Pair, tokens: int, recomputed: Mapping[str, float]) -> dict[str, float]:
     """Operations of each way as a share of the target's prefill of `tokens` tokens, counting matrix products only.
 
     A prefill multiplies each token with every weight of the decoder layers and attends to the tokens before it. The source's
@@ -86,7 +86,7 @@ def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, fl
     Args:
         pair: models and mapper.
         tokens: number of tokens that are moved.
-        recomputed: measured share of them that `auto` recomputes.
+        recomputed: by way, the measured share of them that the target ran again. A way that is not named is not returned.
     """
     spec = pair.mapper.spec
     item_bytes, width = ITEM_BYTES.get(spec.target.dtype, 2), hidden_size(pair.target)
@@ -96,17 +96,12 @@ def work_shares(pair: arms.Pair, tokens: int, recomputed: float) -> dict[str, fl
     n_exact = min(tokens, pair.exact_head + pair.exact_tail)
     guide = 2.0 * (QUESTION_TOKENS + DRAFT_TOKENS) * decoder_parameters(pair.source)
 
-    def moved(recompute: float, guided: bool) -> float:
-        return (mapped + (n_exact / tokens + recompute) * prefill + guided * guide) / prefill
+    def moved(way: str, guided: bool) -> float:
+        return (mapped + (n_exact / tokens + recomputed[way]) * prefill + guided * guide) / prefill
 
-    return {
-        "native": 1.0,
-        "transfer": mapped / prefill,
-        "handoff": moved(pair.recompute * (1 - n_exact / tokens), bool(pair.recompute)),
-        "auto": moved(recomputed, True),
-        "source": 0.0,
-        "no_context": 0.0,
-    }
+    found = {"native": 1.0, "transfer": mapped / prefill, "source": 0.0, "no_context": 0.0}
+    guided = {"handoff": bool(pair.recompute), "auto": True}
+    return found | {way: moved(way, used) for way, used in guided.items() if way in recomputed}
 
 
 def _attention(spec: MapperSpec, tokens: int) -> float:

@@ -230,7 +230,7 @@ def test_experts_that_a_token_does_not_use_are_no_work() -> None:
     for n_experts in (4, 16):
         (family,) = [one for one in FAMILIES if one.name == "qwen3-moe"]
         model = build(replace(family, config={**family.config, "num_experts": n_experts}))
-        shares.append(work_shares(Pair(model, model, identity_mapper(model)), 64, 0.25))
+        shares.append(work_shares(Pair(model, model, identity_mapper(model)), 64, {"auto": 0.25}))
     for way in ("transfer", "auto"):
         assert shares[0][way] == pytest.approx(shares[1][way], rel=0.1)  # the router alone grows
     assert 0 < shares[0]["transfer"] < shares[0]["auto"]

@@ -204,11 +204,11 @@ def test_shares_of_work_are_those_of_a_profiler(bundle: Path, tiny_pair: tuple[P
         with FlopCounterMode(display=False) as counter:
             prefixes.cache(arm)  # type: ignore[arg-type]
         counted[arm] = counter.get_total_flops()
-    shares = work_shares(pair, 48, 0.05)
+    shares = work_shares(pair, 48, {"handoff": 0.0, "auto": 0.05})
     # The counter takes attention for a full square, and the mask halves it in the arithmetic.
     assert shares["transfer"] == pytest.approx(counted["transfer"] / counted["native"], rel=0.15)
     assert shares["handoff"] == shares["transfer"]
-    tenth = work_shares(replace(pair, recompute=0.1), 48, 0.05)["handoff"]
+    tenth = work_shares(replace(pair, recompute=0.1), 48, {"handoff": 0.1})["handoff"]
     assert tenth - shares["auto"] == pytest.approx(0.05)
     parameters = sum(p.numel() for p in source.model.model.layers.parameters() if p.dim() > 1)
     guide = 2 * 20 * parameters / counted["native"]  # the guide reads eight tokens and drafts twelve
