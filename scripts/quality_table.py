@@ -66,7 +66,7 @@ STEPS = (
     Step("+ facts text, without target layer 0", "mix", PLAIN),
     DEFAULT,
     Step("the same without a shared basis, at any cost", "mix", UNLIMITED),
-    Step("the same, refined", recompute=(0.0, 0.1), start=DEFAULT.name),
+    Step("the same, refined", start=DEFAULT.name),
     Step("the same, bfloat16 weights", solve={"dtype": "bfloat16"}),
     Step("the same, rank 1024", solve={"rank": 1024}),
     Step("the same, rank 512", solve={"rank": 512}),
@@ -270,6 +270,7 @@ def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str
     rows = [*found, *((LABELS[name], models[name]) for name in LABELS if name in models)]
     head = ["map", "R2 keys / values", "NLL", "share of gap", "KL", "MB", "work", *(["ms"] if timed else [])]
     n_mix = given.sequences + study.n_facts
+    refined = f" The refined map was trained for up to {given.refine_steps} steps, on {given.refine_sequences} sequences."
     pair = given.pair or f"{Path(given.source).name} -> {Path(given.target).name}"
     return "\n".join([
         "# What each step brings",
@@ -282,7 +283,8 @@ def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str
         f"{given.token_stride}), or on {n_mix} sequences with facts text; they read "
         f"target layer 0 at lags {', '.join(map(str, given.lags))}. They were judged on "
         f"{given.documents} documents that no map has seen, with {given.prefix} tokens of context, {given.continuation} scored "
-        f"tokens and {given.questions} questions of each kind. The first token is exact in every row.",
+        f"tokens and {given.questions} questions of each kind. The first token is exact in every row."
+        f"{refined if any('refined' in name for name, _ in found) else ''}",
         "",
         "R2 is the mean over target layers on the holdout split, before the gain. The share of gap is that of the likelihood "
         "between the source alone and the target with its own cache, with a 95 % interval over documents. KL is in nats per "
