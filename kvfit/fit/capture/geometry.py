@@ -93,9 +93,9 @@ def read_geometry(ref: str, revision: str | None, trust_remote_code: bool) -> Ge
     name = split_ref(ref, revision)[1]
     width = hidden_size(model)
     item_bytes = getattr(setting(config, "dtype") or setting(outer, "dtype"), "itemsize", 2)
-    if len(layers) == n_layers and set(layers) != {(*layers[0][:2], layers[0][1])}:
-        return Geometry(name, n_layers, *layers[0][:2], *weights, layers, n_query, width, item_bytes)
-    return Geometry(name, n_layers, n_heads, head_dim, *weights, None, n_query, width, item_bytes)
+    differ = len(layers) == n_layers and set(layers) != {(*layers[0][:2], layers[0][1])}
+    heads, size = layers[0][:2] if differ else (n_heads, head_dim)
+    return Geometry(name, n_layers, heads, size, *weights, layers if differ else None, n_query, width, item_bytes)
 
 
 def _without_weights(config: Any, trust_remote_code: bool) -> Any:
