@@ -32,6 +32,7 @@ from kvfit.fit.solve.solve import solve
 from kvfit.fit.stats.merge import merge
 from kvfit.fit.stats.record import read_record
 from kvfit.fit.stats.store import Store
+from kvfit.runtime import EXACT_HEAD
 from kvfit.spec import KINDS
 
 PLAIN: dict[str, Any] = {"lexical": "none"}
@@ -200,7 +201,7 @@ class Study:
                 found["milliseconds"] = self.comparison.milliseconds(arm, self.given.seconds, mapper, share)
             return found | {"r2": [sum(part) / len(part) for part in r2], "nbytes": opened.nbytes}
 
-        return self.kept(f"{slug(step.name)}-{recompute}", judge)
+        return self.kept(f"{slug(step.name)}-{recompute}-head-{EXACT_HEAD}", judge)
 
     def models(self) -> dict[str, dict[str, Any]]:
         """Rows that no map changes, and the controls of the last step's map."""
@@ -283,7 +284,7 @@ def page(study: Study, found: list[tuple[str, dict[str, Any]]], models: dict[str
         f"{given.token_stride}), or on {n_mix} sequences with facts text; they read "
         f"target layer 0 at lags {', '.join(map(str, given.lags))}. They were judged on "
         f"{given.documents} documents that no map has seen, with {given.prefix} tokens of context, {given.continuation} scored "
-        f"tokens and {given.questions} questions of each kind. The first token is exact in every row."
+        f"tokens and {given.questions} questions of each kind. The first {EXACT_HEAD} tokens are exact in every row."
         f"{refined if any('refined' in name for name, _ in found) else ''}",
         "",
         "R2 is the mean over target layers on the holdout split, before the gain. The share of gap is that of the likelihood "

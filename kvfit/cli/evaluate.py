@@ -20,6 +20,7 @@ from kvfit.cli.arguments import (
 )
 from kvfit.cli.console import Verb, say
 from kvfit.errors import GateError
+from kvfit.runtime import EXACT_HEAD
 
 
 @click.command(cls=Verb)
@@ -54,7 +55,9 @@ from kvfit.errors import GateError
 @click.option("--greedy", default=64, help="Tokens of the greedy continuation that are compared; 0 for none.")
 @click.option("--diagnose", default=8, help="Number of documents to diagnose layers and heads on; 0 for none.")
 @click.option("--turns", default=0, help="The target's turns in a conversation that moves back and forth; 0 for none.")
-@click.option("--exact-head", default=1, help="Number of first tokens that the target runs itself in the judged handoff.")
+@click.option(
+    "--exact-head", default=EXACT_HEAD, help="Number of first tokens that the target runs itself in the judged handoff."
+)
 @click.option("--exact-tail", default=0, help="Number of last tokens of the prefix that it runs itself.")
 @click.option("--recompute", default=0.0, help="Share of the mapped tokens that it recomputes, guided by the source.")
 @click.option("--transcripts", default=10, help="Number of documents whose continuations the HTML page shows; 0 for none.")

@@ -14,10 +14,11 @@ from kvfit.cost import ITEM_BYTES, Cost, Prefill, cost_of, lexical_flops
 from kvfit.fit.hardware import Rates
 from kvfit.fit.solve.options import Options
 from kvfit.fit.solve.system import input_set, widest_layers
+from kvfit.runtime import EXACT_HEAD
 from kvfit.spec import KINDS, Inputs, Kind, ModelSpec
 
-# Tokens that the target runs itself in a handoff: the first one and the last 32.
-EXACT_TOKENS = 33
+# Tokens that the target runs itself in a handoff: the first ones, and the last 32.
+EXACT_TOKENS = EXACT_HEAD + 32
 # Tokens per pass on a GPU; weights are read once per pass.
 CHUNK_TOKENS = 8192
 LONGEST = 1 << 20

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvfit.bundle.records import value_at
+from kvfit.runtime import EXACT_HEAD
 
 _MEANINGS = {
     "native": "the target prefills the whole prefix itself: the ceiling",
@@ -65,8 +66,10 @@ def quality_table(evaluation: Mapping[str, Any] | None) -> dict[str, Any]:
 def judged_arguments(evaluation: Mapping[str, Any] | None) -> str:
     """The arguments of `handoff` in the evaluation. The verdict says little about other arguments."""
     options = value_at(evaluation, "options")
+    # Evaluations of kvfit 0.1 need not say it; they were measured with one. What was not evaluated is used with the default.
+    unsaid = EXACT_HEAD if evaluation is None else 1
     found = {name: value for name, value in options.items() if _is_number(value)} if isinstance(options, Mapping) else {}
-    arguments = [f"exact_head={found.get('exact_head', 1)}"]
+    arguments = [f"exact_head={found.get('exact_head', unsaid)}"]
     if found.get("exact_tail"):
         arguments.append(f"exact_tail={found['exact_tail']}")
     if found.get("recompute"):

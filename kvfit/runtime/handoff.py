@@ -15,6 +15,7 @@ from kvfit.model.cache import cache_length
 from kvfit.model.decoder import unwrapped
 from kvfit.model.generate import generate
 from kvfit.model.identity import require_model
+from kvfit.runtime import EXACT_HEAD
 from kvfit.runtime.checks import check_source_ids
 from kvfit.runtime.mapper import Mapper
 from kvfit.runtime.mover import Filled, Mover
@@ -102,7 +103,7 @@ def handoff(
     *,
     source_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
-    exact_head: int = 1,
+    exact_head: int = EXACT_HEAD,
     exact_tail: int = 0,
     recompute: float | Literal["auto"] = 0.0,
     guide: Any = None,
@@ -133,7 +134,8 @@ def handoff(
             `input_ids`. The result of ``generate`` has one token more than its cache.
         attention_mask: (B, S), for left-padded batches: 0 on padding. All ones by default, with a warning if some rows begin
             with the target's padding token.
-        exact_head: number of first tokens that the target runs itself.
+        exact_head: number of first tokens that the target runs itself. Often one of them draws attention as the very first
+            does, and maps miss it. If no more tokens than these are moved, nothing is mapped.
         exact_tail: number of last tokens of the moved prefix that the target runs itself.
         recompute: share of each row's mapped tokens, 0 to 1, that the target runs again: those that `guide` attends to (see
             `kvfit.runtime.recompute`). It is rounded up, and counts a row's first token as mapped and with a `target_cache` all

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from kvfit.errors import OptionError
+from kvfit.runtime import EXACT_HEAD
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ConnectorOptions:
     salt: str = ""
     max_store_bytes: int = 4 << 30
     block_tokens: int = 128
-    exact_head: int = 1
+    exact_head: int = EXACT_HEAD
     exact_tail: int = 0
     recompute: float | Literal["auto"] | None = None
     guide: bool = True

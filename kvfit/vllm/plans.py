@@ -113,9 +113,9 @@ class LoadPlanner:
         """Plan the load of one prompt; the engine's blocks are set later.
 
         Raises:
-            Miss: with the reason ``opted_out``, ``short`` (no whole block before the tail), ``other_source`` (no engine that
-                runs the mapper's source with this salt has used the store), ``missing`` (the store lacks the prompt's first
-                block) or ``no_guide`` (it lacks the record of where the source looks).
+            Miss: with the reason ``opted_out``, ``short`` (no whole block of the prompt has a token between head and tail),
+                ``other_source`` (no engine that runs the mapper's source with this salt has used the store), ``missing`` (the
+                store lacks the prompt's first blocks) or ``no_guide`` (it lacks the record of where the source looks).
         """
         if not wanted.map:
             raise Miss("opted_out")
@@ -124,14 +124,15 @@ class LoadPlanner:
         limit = length - max(1, tail)  # the engine always runs the last token, whose logits give the first token of the answer
         if wanted.max_mapped_tokens is not None:
             limit = min(limit, wanted.max_mapped_tokens)
-        if limit < max(self.engine_block, self.book.block_tokens):
+        # If the target ran every mapped token again, a prefill would do the same without a load.
+        if self._whole(limit // self.book.block_tokens) <= self.options.exact_head:
             raise Miss("short")
         addresses = self.book.blocks(token_ids[:limit], tenant)
         held = next((index for index, address in enumerate(addresses) if not self.store.has(address)), len(addresses))
         if held == 0:
             raise Miss("missing" if self.store.has(self.book.marker()) else "other_source")
-        n_tokens = held * self.book.block_tokens // self.engine_block * self.engine_block
-        if n_tokens == 0:
+        n_tokens = self._whole(held)
+        if n_tokens <= self.options.exact_head:
             raise Miss("missing")
         share = next(one for one in (wanted.recompute, self.options.recompute, self.recompute) if one is not None)
         guide = None
@@ -148,6 +149,10 @@ class LoadPlanner:
             exact_tokens=wanted.chosen,
             prompt_tokens=length,
         )
+
+    def _whole(self, n_blocks: int) -> int:
+        """The tokens of the first stored blocks, up to the end of one of the engine's own."""
+        return n_blocks * self.book.block_tokens // self.engine_block * self.engine_block
 
 
 @dataclass

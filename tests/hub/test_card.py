@@ -20,6 +20,7 @@ from bundle_factory import (
 from kvfit.bundle.bundle import Bundle, add_files, write_bundle
 from kvfit.errors import BundleError
 from kvfit.hub.card import MARK, check_metadata, is_generated, metadata, render_card, write_card
+from kvfit.runtime import EXACT_HEAD
 
 GOLDEN = Path(__file__).parents[1] / "data" / "card.md"
 FROZEN = Path(__file__).parents[1] / "data" / "bundle-v1"
@@ -230,6 +231,8 @@ def test_the_lines_of_python_are_what_was_judged(tmp_path):
     evaluation["options"] = {"exact_head": "2) or (", "recompute": True}
     add_files(folder, {"evaluation.json": json.dumps(evaluation).encode()})
     assert "source_cache, exact_head=1)" in render_card(Bundle.open(folder))
+    # Nothing was judged: then it is the default, written out as the evaluated are.
+    assert f"source_cache, exact_head={EXACT_HEAD})" in render_card(Bundle.open(make_bundle(tmp_path / "plain")))
 
 
 @pytest.mark.parametrize(

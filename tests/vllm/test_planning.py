@@ -28,9 +28,9 @@ class Held(dict):
 
 
 def planner(held, engine_block=4, recompute=0.0, **options):
-    return LoadPlanner(
-        BOOK, held, connector_options({"role": "target", "mapper": "m", "store": "s", **options}), engine_block, recompute
-    )
+    # One exact token: of prompts as short as these, the default would leave nothing to map.
+    given = {"role": "target", "mapper": "m", "store": "s", "exact_head": 1, **options}
+    return LoadPlanner(BOOK, held, connector_options(given), engine_block, recompute)
 
 
 def stored(blocks=5, guide=False):
@@ -90,6 +90,11 @@ def test_a_miss_has_its_reason():
     assert reason(stored(), wanted={"map": False}) == "opted_out"
     assert reason(stored(), ids=IDS[:4]) == "short"
     assert reason(stored(), wanted={"max_mapped_tokens": 3}) == "short"
+    # Whole blocks, but of tokens that the target runs itself in any case.
+    assert reason(stored(), ids=IDS[:12], exact_head=8) == "short"
+    assert len(plan(stored(), ids=IDS[:13], exact_head=8).token_ids) == 12
+    assert reason(stored(2), exact_head=8) == "missing"
+    assert len(plan(stored(3), exact_head=8).token_ids) == 12
     assert reason(stored(0)) == "missing"
     assert reason(stored(), tenant="someone") == "missing"
     assert reason(Held()) == "other_source"

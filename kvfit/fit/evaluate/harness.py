@@ -27,6 +27,7 @@ from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.arms import Arm
 from kvfit.model.decoder import input_device, setting, text_config
 from kvfit.model.generate import generate
+from kvfit.runtime import EXACT_HEAD
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -63,7 +64,7 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
         dtype: str = "auto",
         source_device: str | None = None,
         device: str | None = None,
-        exact_head: int = 1,
+        exact_head: int = EXACT_HEAD,
         exact_tail: int = 0,
         recompute: float = 0.0,
         max_gen_toks: int = 256,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvfit.errors import OptionError
 from kvfit.fit.evaluate.questions import PROBE_KINDS, QUESTIONS_PER_CONTEXT, ProbeKind
 from kvfit.fit.evaluate.verdict import Thresholds
+from kvfit.runtime import EXACT_HEAD
 
 LEAST_MAPPED = 0.25  # least share of the context that the map must provide in the judged handoff
 
@@ -45,7 +46,7 @@ class Options:
     diagnose: int = 8
     turns: int = 0
     transcripts: int = 10
-    exact_head: int = 1
+    exact_head: int = EXACT_HEAD
     exact_tail: int = 0
     recompute: float = 0.0
     batch_size: int = 8
@@ -82,8 +83,8 @@ class Options:
         if mapped < LEAST_MAPPED:
             raise OptionError(
                 f"--exact-head {self.exact_head}, --exact-tail {self.exact_tail}, --recompute {self.recompute:g}: found "
-                f"{max(0.0, mapped):.0%} of {moved} tokens of context left to the map, needed {LEAST_MAPPED:.0%}: the verdict "
-                "would be about what the target runs itself"
+                f"{max(0.0, mapped):.0%} of {moved} tokens of context left to the map, needed {LEAST_MAPPED:.0%}: give a "
+                "longer --prefix or fewer exact tokens, or the verdict would be about what the target runs itself"
             )
         if 0 < self.probes <= QUESTIONS_PER_CONTEXT:
             raise OptionError(

@@ -9,6 +9,7 @@ from kvfit.bundle.bundle import Bundle
 from kvfit.fit.capture import models
 from kvfit.fit.capture.locate import recorded_refs
 from kvfit.model.decoder import text_config
+from kvfit.runtime import EXACT_HEAD
 from kvfit.runtime.mapper import Mapper
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Pair:
     source: Any
     target: Any
     mapper: Mapper
-    exact_head: int = 1
+    exact_head: int = EXACT_HEAD
     exact_tail: int = 0
     recompute: float = 0.0
     prefilled: dict[bytes, list[tuple[Tensor, Tensor]]] | None = None

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kvfit.runtime import EXACT_HEAD
 from kvfit.runtime.features import Columns, Runs
 from kvfit.runtime.maps import Weights
 from kvfit.spec import Kind, MapperSpec
@@ -66,7 +67,7 @@ class Correction:
         self.weights = dict(weights)
         self.device = next(iter(self.weights.values()))[1].device
         self._runs = _runs(spec)
-        rows = torch.cat([part[1:] for part in inputs])  # the first token is exact
+        rows = torch.cat([part[EXACT_HEAD:] for part in inputs])  # the target runs the others itself
         every = max(1, len(rows) // SAMPLE_ROWS)
         sample = rows[::every].to(self.device, torch.float32)
         self._whiteners: dict[Runs, tuple[Tensor, Tensor]] = {}

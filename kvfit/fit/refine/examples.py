@@ -16,6 +16,7 @@ from kvfit.fit.capture.activations import Activations
 from kvfit.model import cache as caches
 from kvfit.model.decoder import input_device
 from kvfit.model.rope import angles, unrotate
+from kvfit.runtime import EXACT_HEAD
 from kvfit.runtime.features import Columns, Pairs
 from kvfit.spec import KINDS, MapperSpec
 
@@ -31,8 +32,8 @@ class Example:
         ids: (T,), the token ids.
         inputs: (T, F), the columns that any map reads, in the order of `kvfit.runtime.features.Columns`; with a shared basis,
             their projection (T, r). In the target's dtype.
-        exact: per target layer, the target's own keys and values of what is not mapped, (1, H, T or 1, D): all tokens of a
-            layer before the first mapped one, and the first token of every other layer.
+        exact: per target layer, the target's own keys and values of what is not mapped, (1, H, n, D): all tokens of a
+            layer before the first mapped one, and the first `EXACT_HEAD` tokens of every other layer.
         likely: (T, K), the most likely next tokens after each token, with the target's own cache.
         log_probs: (T, K + 1), their log-probabilities, then that of all other tokens together.
     """
@@ -70,7 +71,7 @@ def examples(
             inputs = inputs @ basis.to(inputs.device)
         first_mapped = spec.mapped_layers.start
         exact = [
-            tuple(half[:, :, : len(ids) if index < first_mapped else 1].cpu() for half in pair)
+            tuple(half[:, :, : len(ids) if index < first_mapped else EXACT_HEAD].cpu() for half in pair)
             for index, pair in enumerate(pairs)
         ]
         likely, log_probs = _likeliest(logits)

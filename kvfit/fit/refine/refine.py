@@ -210,7 +210,7 @@ class _Job:
                 ids = example.ids[None, : prefix + 1]
                 cache = caches.full_cache()
                 caches.forward(self.source, ids[:, :-1].to(input_device(self.source)), cache, base=True)
-                moved = handoff(mapper, self.target, ids.to(input_device(self.target)), cache, exact_head=1)
+                moved = handoff(mapper, self.target, ids.to(input_device(self.target)), cache)
                 found.append(float(self.continuation.divergence(moved.cache, [example], prefix, n_tokens)))
         return sum(found) / len(found)
 

@@ -103,7 +103,7 @@ class Continuation:
         return (wanted.exp() * (wanted - found)).sum(-1).mean()
 
     def cache(self, outputs: Outputs, batch: Sequence[Example], prefix: int) -> Any:
-        """A cache of the target for `prefix` tokens, of which the first is exact and the others are mapped, with gradients."""
+        """A cache of the target for `prefix` tokens, of which the first are exact and the others are mapped, with gradients."""
         cache = caches.new_cache(self.target)
         target = self.spec.target
         for layer_index in range(target.n_layers):
@@ -118,7 +118,7 @@ class Continuation:
                 if table is not None:
                     keys = rotate(keys, table, angles(table, torch.arange(prefix, device=device)))
                 pair = [
-                    torch.cat([own.to(device), new[:, :, 1:].to(own.dtype)], 2)
+                    torch.cat([own.to(device), new[:, :, own.shape[2] :].to(own.dtype)], 2)
                     for own, new in zip(pair, (keys, values), strict=True)
                 ]
             caches.append(cache, layer_index, *(half.to(self.devices[layer_index], self.dtype) for half in pair))

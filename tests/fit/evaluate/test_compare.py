@@ -16,7 +16,7 @@ from kvfit.runtime.mapper import Mapper
 
 SMALL = Options(
     prefix=40, continuation=20, documents=5, probes=4, batch_size=2, seconds=0.0, resamples=200, greedy=0,
-    probe_kinds=("names",), diagnose=0, transcripts=0, recompute=0.25,
+    probe_kinds=("names",), diagnose=0, transcripts=0, exact_head=1, recompute=0.25,
 )  # fmt: skip
 
 

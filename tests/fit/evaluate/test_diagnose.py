@@ -53,7 +53,7 @@ def test_r2_cosine_and_relative_error_equal_scikit_learn_and_a_loop(pair: Pair, 
                     tensor = pairs[0] if kind == "keys" else pairs[1]
                     if kind == "keys":
                         tensor = plain(tensor, pair.mapper.spec.target.rope.table(layer_index))
-                    rows[side].append(tensor[0, :, 1:].transpose(0, 1))  # the first token is exact
+                    rows[side].append(tensor[0, :, pair.exact_head :].transpose(0, 1))
             ours, theirs = (torch.cat(side).double() for side in rows)  # (N, H, D)
             assert layer[kind]["r2"] == pytest.approx(
                 r2_score(theirs.flatten(1), ours.flatten(1), multioutput="variance_weighted"), abs=1e-4
@@ -76,11 +76,13 @@ def test_r2_cosine_and_relative_error_equal_scikit_learn_and_a_loop(pair: Pair, 
 
 
 def mixed_cache(pair: Pair, own: Any, mapped: Any, at: int) -> Any:
-    """The target's own cache, with one layer mapped but for its first token."""
-    cache = new_cache(pair.target)
+    """The target's own cache, with one layer mapped but for its exact tokens."""
+    cache, exact = new_cache(pair.target), pair.exact_head
     for layer_index, (keys, values) in enumerate(own):
         if layer_index == at:
-            keys, values = (torch.cat([a[:, :, :1], b[:, :, 1:]], 2) for a, b in zip((keys, values), mapped[at], strict=True))
+            keys, values = (
+                torch.cat([a[:, :, :exact], b[:, :, exact:]], 2) for a, b in zip((keys, values), mapped[at], strict=True)
+            )
         append(cache, layer_index, keys, values)
     return cache
 
@@ -131,16 +133,16 @@ def test_concentrations_equal_their_definitions_written_out(pair: Pair, ids: tor
         for head in range(2):
             queries = readings[at].queries[:, 2 * head : 2 * head + 2].reshape(-1, 16).double()
             _, singular, directions = torch.linalg.svd(queries, full_matrices=False)
-            errors = (mapped[at][0] - own[at][0])[:, head, 1:].reshape(-1, 16).double()
+            errors = (mapped[at][0] - own[at][0])[:, head, pair.exact_head :].reshape(-1, 16).double()
             weighted = sum(float(s**2 * (errors @ v).square().mean()) for s, v in zip(singular, directions, strict=True))
             expected = weighted / float(singular.square().sum()) / float(errors.square().mean())
             assert layer["keys"]["heads"]["concentration"][head] == pytest.approx(expected, rel=1e-3)
             above = below = 0.0
-            squares = (mapped[at][1] - own[at][1])[:, head, 1:].double().square().sum(-1)  # (B, n)
+            squares = (mapped[at][1] - own[at][1])[:, head, pair.exact_head :].double().square().sum(-1)  # (B, n)
             for document in range(DOCUMENTS):
                 for query_head in (2 * head, 2 * head + 1):
                     for query in range(NEW):
-                        weights = attentions[at][document, query_head, query, 1 : PREFIX - 1].double()
+                        weights = attentions[at][document, query_head, query, pair.exact_head : PREFIX - 1].double()
                         above += float((weights**2 * squares[document]).sum())
                         below += float((weights**2).sum())
             assert layer["values"]["heads"]["concentration"][head] == pytest.approx(
@@ -178,7 +180,8 @@ def test_layers_of_other_heads_and_layers_without_keys_and_values(name: str) -> 
     model = build(next(family for family in FAMILIES if family.name == name))
     mapper = identity_mapper(model)
     seen = torch.randint(2, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
-    found = diagnose(Pair(model, model, mapper), seen, 30)
+    pair = Pair(model, model, mapper)
+    found = diagnose(pair, seen, 30)
     assert len(found.layers) == 3
     for layer_index, layer in enumerate(found.layers):
         assert layer["attention_cosine"] == pytest.approx(1, abs=1e-5)
@@ -187,7 +190,7 @@ def test_layers_of_other_heads_and_layers_without_keys_and_values(name: str) -> 
             heads, _ = mapper.spec.target.shape(kind, layer_index)
             assert len(layer[kind]["heads"]["r2"]) == heads
             assert torch.allclose(found.order[kind].diagonal(), torch.ones(3, dtype=torch.float64), atol=1e-6)
-    own = [[half[:, :, 1:29] for half in pair] for pair in target_pairs(Pair(model, model, mapper), seen[:, :29])]
+    own = [[half[:, :, pair.exact_head : 29] for half in both] for both in target_pairs(pair, seen[:, :29])]
     for kind, half in zip(KINDS, (0, 1), strict=True):
         shapes = [mapper.spec.target.shape(kind, layer_index) for layer_index in range(3)]
         for i, j in itertools.product(range(3), repeat=2):

@@ -18,6 +18,7 @@ from kvfit.errors import MismatchError
 from kvfit.fit.evaluate.arms import Prefixes
 from kvfit.fit.evaluate.harness import ARMS, KvfitLM
 from kvfit.model.cache import forward, new_cache
+from kvfit.runtime import EXACT_HEAD
 
 Loader = Callable[[Path | str], Any]
 QUESTIONS = [
@@ -76,11 +77,11 @@ def test_choices_are_scored_as_written_out(
     from lm_eval.tasks import TaskManager
 
     found = simple_evaluate(
-        model(bundle, tiny_pair, arm), tasks=["kvfit_choices"], bootstrap_iters=0, log_samples=True,
+        model(bundle, tiny_pair, arm, exact_head=1), tasks=["kvfit_choices"], bootstrap_iters=0, log_samples=True,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
     )  # fmt: skip
     source, target = (load(folder) for folder in tiny_pair)
-    pair = paired(bundle, source, target)
+    pair = paired(bundle, source, target, exact_head=1)
     used = source.model if arm == "source" else target.model
     right = 0
     samples = sorted(found["samples"]["kvfit_choices"], key=lambda sample: sample["doc_id"])
@@ -183,6 +184,7 @@ def test_the_registry_makes_the_model_from_its_arguments(bundle: Path, tiny_pair
     made = get_model("kvfit").create_from_arg_string(given, {"batch_size": 1, "device": "cpu", "max_batch_size": None})
     assert isinstance(made, KvfitLM)
     assert (made.arm, made.pair.exact_tail, made.pair.recompute) == ("source", 3, 0.1)
+    assert made.pair.exact_head == EXACT_HEAD
     assert made.model is made.pair.source
 
 

@@ -21,7 +21,7 @@ Loader = Callable[[Path | str], Any]
 
 def test_drift_equals_a_conversation_written_out(tiny_pair: tuple[Path, Path], load: Loader, tmp_path: Path) -> None:
     source, target = (load(folder) for folder in tiny_pair)
-    pair = paired(fit_tiny(tiny_pair, tmp_path), source, target)
+    pair = paired(fit_tiny(tiny_pair, tmp_path), source, target, exact_head=1)
     ids = heldout(target.tokenizer, 3, 50)
     found = drift(pair, ids, 3, batch_size=2, progress=False)  # turns of 8 tokens
     losses = torch.zeros(3, 3, dtype=torch.float64)
@@ -59,7 +59,8 @@ def test_an_exact_map_does_not_drift(tiny_pair: tuple[Path, Path], load: Loader,
     layers = tuple(LayerMap(kind, i, (i,), 0.0, 1.0, 1.0) for i in range(spec.target.n_layers) for kind in KINDS)
     weights = {(layer.kind, layer.layer_index): (torch.eye(32), torch.zeros(32)) for layer in layers}
     same = Mapper(replace(spec, source=spec.target, layers=layers, inputs="same", lexical_lags=()), weights)
-    for row in drift(Pair(target.model, target.model, same), heldout(target.tokenizer, 2, 48), 4, progress=False):
+    pair = Pair(target.model, target.model, same, exact_head=1)
+    for row in drift(pair, heldout(target.tokenizer, 2, 48), 4, progress=False):
         assert row["drift"] == pytest.approx(0, abs=1e-4)
         assert row["kl"] == pytest.approx(0, abs=1e-5)
 

@@ -170,6 +170,12 @@ def test_an_arm_that_maps_next_to_nothing_is_not_judged(wrong: dict[str, Any]) -
     with pytest.raises(MismatchError, match=r"of 383 tokens of context left to the map, needed 25%"):
         Options(**wrong)
     Options(recompute=0.7)
+    with pytest.raises(
+        MismatchError, match=r"--exact-head 8.* 20% of 10 tokens .*: give a longer --prefix or fewer exact tokens"
+    ):
+        Options(prefix=11)
+    Options(prefix=12)  # 3 of 11 tokens are mapped
+    Options(prefix=3, exact_head=1)
 
 
 def test_further_texts_must_lead_over_their_controls() -> None:
