@@ -5,7 +5,7 @@
 
 The model is source and target, so an exact map exists, and how much a probe suffers from what is spoiled can be read off. What
 is printed is a Markdown table: likelihood, KL to native, and exact recall of every probe kind for the mapped cache alone, and
-with the first token exact and a tenth of the prefix recomputed where the source looks.
+with the first tokens exact and a tenth of the others recomputed where the source looks.
 """
 
 from __future__ import annotations

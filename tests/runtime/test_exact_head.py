@@ -105,6 +105,20 @@ def test_tokens_that_the_target_holds_count_as_the_head(pair, held, n_exact):
     check(moved, pair, ids, held + n_exact)
 
 
+def test_a_static_cache_gets_the_rest_of_the_head_behind_what_it_holds(pair):
+    from transformers import StaticCache
+
+    source, target, mapper = pair
+    ids = tokens(1, 14)
+    given = {"target_ids": ids[:, :5]}
+    static = prefilled(target, ids[:, :5], cache=StaticCache(config=target.config, max_cache_len=20))
+    moved = handoff(mapper, target, ids, prefilled(source, ids), target_cache=static, **given)
+    wanted = handoff(mapper, target, ids, prefilled(source, ids), target_cache=prefilled(target, ids[:, :5]), **given)
+    assert (moved.n_reused, moved.n_exact, moved.n_mapped) == (5, 3, 5)
+    for ours, theirs in zip(caches.read_cache(static), caches.read_cache(wanted.cache), strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_a_guide_is_asked_only_where_something_was_mapped(pair):
     source, target, mapper = pair
     ids = tokens(1, 9)
