@@ -38,7 +38,7 @@ def test_whoever_moves_a_conversation_has_the_same_default():
         "kvfit evaluate": option.default,
         **{kind.__name__: defaults["exact_head"] for kind, defaults in fields.items()},
     }
-    assert set(found.values()) == {EXACT_HEAD} == {8}, found
+    assert set(found.values()) == {EXACT_HEAD} == {16}, found
 
 
 def check(moved, pair, ids, n_exact, mask=None):
@@ -66,9 +66,9 @@ def check(moved, pair, ids, n_exact, mask=None):
             assert torch.allclose(ours[:, :, n_exact:], theirs[:, :, n_exact:], atol=1e-5)
 
 
-@pytest.mark.parametrize(("length", "n_exact"), [(1, 0), (2, 1), (8, 7), (9, 8), (10, 8), (13, 8)])
+@pytest.mark.parametrize(("length", "n_exact"), [(1, 0), (2, 1), (16, 15), (17, 16), (18, 16), (21, 16)])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_short_conversation_is_mapped_from_its_ninth_token_on(pair, batch, length, n_exact):
+def test_a_short_conversation_is_mapped_from_its_seventeenth_token_on(pair, batch, length, n_exact):
     source, target, mapper = pair
     ids = tokens(batch, length)
     check(handoff(mapper, target, ids, prefilled(source, ids)), pair, ids, n_exact)
@@ -76,16 +76,16 @@ def test_a_short_conversation_is_mapped_from_its_ninth_token_on(pair, batch, len
 
 def test_a_tail_that_meets_the_head_leaves_nothing_to_map(pair):
     source, target, mapper = pair
-    ids = tokens(1, 12)
-    check(handoff(mapper, target, ids, prefilled(source, ids), exact_tail=3), pair, ids, 11)
+    ids = tokens(1, 20)
+    check(handoff(mapper, target, ids, prefilled(source, ids), exact_tail=3), pair, ids, 19)
     moved = handoff(mapper, target, ids, prefilled(source, ids), exact_tail=2)
-    assert (moved.n_exact, moved.n_mapped) == (10, 1)
+    assert (moved.n_exact, moved.n_mapped) == (18, 1)
 
 
 def test_padding_comes_before_the_head(pair):
-    """Every row has eight exact tokens of its own or more, so the longest padding and they are exact in all rows."""
+    """Every row has sixteen exact tokens of its own or more, so the longest padding and they are exact in all rows."""
     source, target, mapper = pair
-    for length, n_exact in ((12, 11), (14, 11)):
+    for length, n_exact in ((20, 19), (22, 19)):
         ids = tokens(2, length)
         mask = torch.ones_like(ids)
         mask[0, :3] = 0
@@ -93,10 +93,10 @@ def test_padding_comes_before_the_head(pair):
         check(moved, pair, ids, n_exact, mask)
 
 
-@pytest.mark.parametrize(("held", "n_exact"), [(1, 7), (5, 3), (8, 0), (11, 0)])
+@pytest.mark.parametrize(("held", "n_exact"), [(1, 15), (5, 11), (16, 0), (19, 0)])
 def test_tokens_that_the_target_holds_count_as_the_head(pair, held, n_exact):
     source, target, mapper = pair
-    ids = tokens(2, 14)
+    ids = tokens(2, 22)
     own = prefilled(target, ids[:, :held])
     kept = content(own)
     moved = handoff(mapper, target, ids, prefilled(source, ids), target_cache=own, target_ids=ids[:, :held])
@@ -109,24 +109,24 @@ def test_a_static_cache_gets_the_rest_of_the_head_behind_what_it_holds(pair):
     from transformers import StaticCache
 
     source, target, mapper = pair
-    ids = tokens(1, 14)
+    ids = tokens(1, 22)
     given = {"target_ids": ids[:, :5]}
-    static = prefilled(target, ids[:, :5], cache=StaticCache(config=target.config, max_cache_len=20))
+    static = prefilled(target, ids[:, :5], cache=StaticCache(config=target.config, max_cache_len=28))
     moved = handoff(mapper, target, ids, prefilled(source, ids), target_cache=static, **given)
     wanted = handoff(mapper, target, ids, prefilled(source, ids), target_cache=prefilled(target, ids[:, :5]), **given)
-    assert (moved.n_reused, moved.n_exact, moved.n_mapped) == (5, 3, 5)
+    assert (moved.n_reused, moved.n_exact, moved.n_mapped) == (5, 11, 5)
     for ours, theirs in zip(caches.read_cache(static), caches.read_cache(wanted.cache), strict=True):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_guide_is_asked_only_where_something_was_mapped(pair):
     source, target, mapper = pair
-    ids = tokens(1, 9)
+    ids = tokens(1, 17)
     moved = handoff(mapper, target, ids, prefilled(source, ids), recompute=0.1, guide=source)
     assert moved.recomputed is None
     assert set(moved.seconds) == {"exact"}
-    ids = tokens(1, 10)
+    ids = tokens(1, 18)
     moved = handoff(mapper, target, ids, prefilled(source, ids), recompute=0.1, guide=source)
-    assert (moved.n_mapped, moved.recomputed.tolist()) == (1, [[8]])
-    native = content(prefilled(target, ids[:, :9]))
+    assert (moved.n_mapped, moved.recomputed.tolist()) == (1, [[16]])
+    native = content(prefilled(target, ids[:, :17]))
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(content(moved.cache), native, strict=True))

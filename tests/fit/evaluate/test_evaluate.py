@@ -322,7 +322,7 @@ def test_further_texts_and_lengths_are_reported_apart(bundle: Path, tiny_pair: t
     assert apart["documents"] == 4  # the fifth is the first again
     assert apart["arms"]["native"]["nll"] != report["arms"]["native"]["nll"]
     assert len(apart["layers"]) == len(report["layers"]) == 4
-    assert [turn["mapped"] for turn in report["turns"]] == [11, 20]  # the first is run up to its eighth token
+    assert [turn["mapped"] for turn in report["turns"]] == [3, 20]  # the first is run up to its sixteenth token
     assert report["arms"]["handoff"]["greedy_match"] is None
     assert sum("move longer contexts, recompute less, or" in reason for reason in report["reasons"]) == 2  # of each length
     text = (copied / "evaluation.md").read_text()

@@ -171,10 +171,10 @@ def test_an_arm_that_maps_next_to_nothing_is_not_judged(wrong: dict[str, Any]) -
         Options(**wrong)
     Options(recompute=0.7)
     with pytest.raises(
-        MismatchError, match=r"--exact-head 8.* 20% of 10 tokens .*: give a longer --prefix or fewer exact tokens"
+        MismatchError, match=r"--exact-head 16.* 24% of 21 tokens .*: give a longer --prefix or fewer exact tokens"
     ):
-        Options(prefix=11)
-    Options(prefix=12)  # 3 of 11 tokens are mapped
+        Options(prefix=22)
+    Options(prefix=23)  # 6 of 22 tokens are mapped
     Options(prefix=3, exact_head=1)
 
 
