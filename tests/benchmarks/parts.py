@@ -2,7 +2,8 @@
 
     python tests/benchmarks/parts.py BUNDLE --dataset heldout.jsonl
 
-What a row gains over the first one is what better maps of that part could bring at most. The first token is exact in every row.
+The first tokens, as many as `handoff` runs by default, are the target's own in every row. What a row gains over `none` is what
+a better map of that part could bring at most. The last rows replace other numbers of first and last tokens, and nothing else.
 Prints Markdown.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import dataclass
 
 import torch
 
@@ -19,29 +21,44 @@ from kvfit.fit.capture.text import TextOptions
 from kvfit.fit.evaluate import arms
 from kvfit.fit.evaluate.heldout import heldout
 from kvfit.fit.evaluate.likelihood import Reference
+from kvfit.runtime import EXACT_HEAD
 
-Chosen = set[tuple[int, int]]  # (target layer, 0 for keys and 1 for values)
+HEADS = (1, 4, 8, 16, 32)
+TAILS = (16, 32)
 
 
-def parts(n_layers: int, n_groups: int) -> dict[str, Chosen]:
-    """The parts that are replaced, by name of the row."""
-    found: dict[str, Chosen] = {"none": set()}
+@dataclass(frozen=True)
+class Own:
+    """What is the target's own: some keys and values whole, of all others the first and the last tokens."""
+
+    chosen: frozenset[tuple[int, int]] = frozenset()  # (target layer, 0 for keys and 1 for values)
+    head: int = EXACT_HEAD
+    tail: int = 0
+
+
+def parts(n_layers: int, n_groups: int) -> dict[str, Own]:
+    """What is replaced, by name of the row."""
+    found = {"none": Own()}
     for half, name in enumerate(("keys", "values")):
-        found[f"all {name}"] = {(layer, half) for layer in range(n_layers)}
+        found[f"all {name}"] = Own(frozenset((layer, half) for layer in range(n_layers)))
     bounds = [round(n_layers * group / n_groups) for group in range(n_groups + 1)]
     for start, stop in itertools.pairwise(bounds):
-        found[f"layers {start} to {stop - 1}"] = {(layer, half) for layer in range(start, stop) for half in (0, 1)}
-    return found
+        layers = frozenset((layer, half) for layer in range(start, stop) for half in (0, 1))
+        found[f"layers {start} to {stop - 1}"] = Own(layers)
+    found |= {f"{head} first" if head > 1 else "the first": Own(head=head) for head in HEADS if head != EXACT_HEAD}
+    return found | {f"{EXACT_HEAD} first and {tail} last": Own(tail=tail) for tail in TAILS}
 
 
-def joined(mapped: arms.Pairs, own: arms.Pairs, chosen: Chosen) -> arms.Pairs:
-    """The mapped cache with the chosen parts, and the first token of all others, from the target's own."""
+def joined(mapped: arms.Pairs, own: arms.Pairs, kept: Own) -> arms.Pairs:
+    """The mapped cache with parts of the target's own."""
     out = []
     for layer, pairs in enumerate(zip(mapped, own, strict=True)):
         halves = []
         for half in (0, 1):
             new, exact = (pair[half] for pair in pairs)
-            halves.append(exact if (layer, half) in chosen else torch.cat([exact[:, :, :1], new[:, :, 1:].to(exact.dtype)], 2))
+            start, stop = kept.head, exact.shape[2] - kept.tail
+            parts = [exact[:, :, :start], new[:, :, start:stop].to(exact.dtype), exact[:, :, stop:]]
+            halves.append(exact if (layer, half) in kept.chosen else torch.cat(parts, 2))
         out.append((halves[0], halves[1]))
     return out
 
@@ -72,7 +89,7 @@ def main() -> None:
             prefixes = arms.Prefixes(pair, prefix_ids)
             own = arms.target_pairs(pair, prefix_ids)
             reference = Reference(pair, arms.Rewindable(arms.filled(pair.target, own)), one, given.prefix, 0)
-            caches = {name: joined(prefixes.mapped, own, chosen) for name, chosen in rows.items()} | {"native": own}
+            caches = {name: joined(prefixes.mapped, own, kept) for name, kept in rows.items()} | {"native": own}
             for name in nll:
                 model = arms.model_of(pair, "source" if name == "source" else "transfer")
                 filled = arms.filled(model, prefixes.sources if name == "source" else caches[name])
