@@ -96,7 +96,7 @@ def turn_into(out: Tensor, keys: Tensor, table: RopeTable, cos_sin: tuple[Tensor
         out: (B, H, T, D), float32 or float64, any strides; must not share memory with `keys`.
         keys: (B, H, T, D) of the same dtype and device.
         table: the layer's table.
-        cos_sin: the result of `angles` for these T tokens.
+        cos_sin: the result of `angles` for these T tokens, its cosines spread by `per_feature`.
         inverse: undo the rotation.
 
     Returns:
@@ -110,18 +110,25 @@ def turn_into(out: Tensor, keys: Tensor, table: RopeTable, cos_sin: tuple[Tensor
             f"keys, out: found {tuple(keys.shape)} {keys.dtype} and {tuple(out.shape)} {out.dtype}, "
             "needed one shape, float32 or float64"
         )
-    cos, sin = (_fitted(part, keys, table, keys.dtype) for part in cos_sin)
+    width = table.rotated_width
+    cos, sin = (_fitted(part, keys, table, keys.dtype, n) for part, n in zip(cos_sin, (width, width // 2), strict=True))
     if table.attention_scaling != 1.0:
         scaling = 1 / table.attention_scaling if inverse else table.attention_scaling
         cos, sin = cos * scaling, sin * scaling
     sign = 1 if inverse else -1
-    first, second = _planes(table, table.rotated_width)
-    x, y = keys[..., first], keys[..., second]  # (B, H, T, R/2)
-    torch.mul(x, cos, out=out[..., first]).addcmul_(y, sin, value=sign)
-    torch.mul(y, cos, out=out[..., second]).addcmul_(x, sin, value=-sign)
-    if table.rotated_width < keys.shape[3]:
-        out[..., table.rotated_width :] = keys[..., table.rotated_width :]
+    first, second = _planes(table, width)
+    # The first pass brings both into the processor's cache. It reads whole heads, because halves of them are slow to stream.
+    torch.mul(keys[..., :width], cos, out=out[..., :width])
+    out[..., first].addcmul_(keys[..., second], sin, value=sign)
+    out[..., second].addcmul_(keys[..., first], sin, value=-sign)
+    if width < keys.shape[3]:
+        out[..., width:] = keys[..., width:]
     return out
+
+
+def per_feature(cos: Tensor, table: RopeTable) -> Tensor:
+    """The cosines (..., R/2) of a table's planes as one for each rotated feature, (..., R)."""
+    return torch.cat((cos, cos), -1) if table.pairing == "half" else cos.repeat_interleave(2, -1)
 
 
 def _turn(
@@ -131,7 +138,7 @@ def _turn(
     if table is None:
         return keys.to(dtype)
     wide = torch.promote_types(keys.dtype, torch.float32)
-    cos, sin = (_fitted(part, keys, table, wide) for part in cos_sin)
+    cos, sin = (_fitted(part, keys, table, wide, table.rotated_width // 2) for part in cos_sin)
     if inverse:
         cos, sin = cos / table.attention_scaling, -sin / table.attention_scaling
     elif table.attention_scaling != 1.0:
@@ -152,18 +159,17 @@ def _planes(table: RopeTable, width: int) -> tuple[slice, slice]:
     return slice(0, width, 2), slice(1, width, 2)
 
 
-def _fitted(part: Tensor, keys: Tensor, table: RopeTable, dtype: torch.dtype) -> Tensor:
-    """Cosines or sines as (1, 1, T, R/2) or (B, 1, T, R/2). Plain broadcasting would accept one position for all tokens."""
+def _fitted(part: Tensor, keys: Tensor, table: RopeTable, dtype: torch.dtype, size: int) -> Tensor:
+    """Cosines or sines as (1, 1, T, size) or (B, 1, T, size). Plain broadcasting would accept one position for all tokens."""
     if keys.dim() != 4 or keys.shape[3] < table.rotated_width:
         raise MismatchError(
             f"keys: found shape {tuple(keys.shape)}, needed (B, H, T, D), D at least the {table.rotated_width} that rotate"
         )
     batch, _, n_tokens, _ = keys.shape
-    half = table.rotated_width // 2
-    if tuple(part.shape) not in {(n_tokens, half), (batch, n_tokens, half), (1, n_tokens, half)}:
+    if tuple(part.shape) not in {(n_tokens, size), (batch, n_tokens, size), (1, n_tokens, size)}:
         raise MismatchError(
-            f"cos_sin: found shape {tuple(part.shape)}, needed ({n_tokens}, {half}) "
-            f"or ({batch}, {n_tokens}, {half}) as the keys have"
+            f"cos_sin: found shape {tuple(part.shape)}, needed ({n_tokens}, {size}) "
+            f"or ({batch}, {n_tokens}, {size}) as the keys have"
         )
     part = part.to(device=keys.device, dtype=dtype)
     return part[None, None] if part.dim() == 2 else part[:, None]

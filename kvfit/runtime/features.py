@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvfit.model.rope import angles, frequencies_of, turn_into
+from kvfit.model.rope import angles, frequencies_of, per_feature, turn_into
 from kvfit.spec import KINDS, Kind, MapperSpec, RopeTable
 
 Pairs = list[tuple[Tensor, Tensor]]  # per layer keys and values, (B, H, T, D)
@@ -122,7 +122,8 @@ class Angles:
         table = self._tables.tables[number]
         if (number, device) not in self._made:
             frequencies = self._tables.frequencies(number, device)
-            self._made[number, device] = angles(table, moved_to(self._positions, device), frequencies=frequencies)
+            cos, sin = angles(table, moved_to(self._positions, device), frequencies=frequencies)
+            self._made[number, device] = per_feature(cos, table), sin
         turn_into(out, keys, table, self._made[number, device], inverse=inverse)
 
 

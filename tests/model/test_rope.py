@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfit.errors import MismatchError
-from kvfit.model.rope import angles, rotate, turn_into, unrotate
+from kvfit.model.rope import angles, per_feature, rotate, turn_into, unrotate
 from kvfit.spec import RopeTable
 
 PAIRINGS = ["half", "interleaved"]
@@ -45,7 +45,8 @@ def test_rotate_is_complex_multiplication(pairing: str, width: int, scaling: flo
     torch.testing.assert_close(unrotate(rotated, table, angles(table, positions)), keys, rtol=0, atol=2e-6)
     # The same into memory of the caller's, as transfers do it.
     for inverse, states, wanted in ((False, keys, rotated), (True, rotated, keys)):
-        turned = turn_into(torch.empty_like(states), states, table, angles(table, positions), inverse=inverse)
+        cos, sin = angles(table, positions)
+        turned = turn_into(torch.empty_like(states), states, table, (per_feature(cos, table), sin), inverse=inverse)
         torch.testing.assert_close(turned, wanted, rtol=0, atol=2e-6)
 
 
