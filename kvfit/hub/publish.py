@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from kvfit.bundle import manifest
 from kvfit.bundle.bundle import Bundle
-from kvfit.bundle.files import sync_file, whole_folder, write_file
+from kvfit.bundle.files import require_writable, sync_file, whole_folder, write_file
 from kvfit.bundle.records import one_line
 from kvfit.errors import BundleError, MismatchError, RefError
 from kvfit.hub.load import explain
@@ -61,6 +61,7 @@ def publish_to_folder(release: Release, home: Path, tag: str | None, dry_run: bo
     changed: tuple[str, ...] = ()
     if not os.path.lexists(home / tag):
         changed = tuple(file.name for file in release.files)
+        require_writable(home / tag)
         if not dry_run:
             _copy(release, home / tag)
     if os.path.lexists(home / tag) and not _holds(home / tag, release):
@@ -128,6 +129,8 @@ class HubRepository:
         changed = self._difference(release, head)
         names, versions = sorted(changed), [*tags, *([tag] if tag else [])]
         if dry_run:
+            if changed or tag is not None:
+                self._require_login()
             return self._published("checked", tag, head, versions, names)
         if create_pr and changed:
             commit, url = self._commit(release, changed, head, create_pr=True)

@@ -6,19 +6,22 @@ the tag. A version is never overwritten. Pushing the same bundle again changes n
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from dataclasses import asdict, dataclass
+import secrets
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvfit.bundle.files import require_writable
+from kvfit.bundle.files import require_writable, write_file
 from kvfit.errors import GateError, MismatchError, OptionError, RefError
 from kvfit.hub.publish import HubRepository, Status, publish_to_folder
-from kvfit.hub.refs import is_path, is_repository, is_tag, next_version
-from kvfit.hub.registry import entry_file, make_entry, render_entry
+from kvfit.hub.refs import is_path, is_repository, is_tag, is_version, next_version, version_key
+from kvfit.hub.registry import MapperEntry, entry_file, make_entry, read_entry, render_entry
 from kvfit.hub.release import Release
 
+_log = logging.getLogger("kvfit")
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]*", re.ASCII)
 
 
@@ -38,7 +41,7 @@ class PushResult:
         files: number of files of the bundle.
         nbytes: size of these files in bytes.
         changed: names of the files that were, or in a dry run would be, added, replaced or removed.
-        registry: the registry file that was written; None if there is none.
+        registry: the registry file that was written; None if there is none, or if it keeps a newer version.
     """
 
     to: str
@@ -92,7 +95,7 @@ def push(
         create_pr: open a pull request instead of committing.
         dry_run: check everything and change nothing.
         registry: folder to write the registry entry to, created if necessary: the one in a checkout of kvfit, to propose the
-            entry, or your own, for ``load_mapper(registry=...)``.
+            entry, or your own, for ``load_mapper(registry=...)``. An entry of a newer version is kept.
         license: licence id for the card, such as ``apache-2.0``.
         require: ``any`` publishes a bundle whose evaluation failed.
 
@@ -121,10 +124,12 @@ def push(
         )
     if license is not None and _LICENSE.fullmatch(license) is None:
         raise OptionError(f"--license: found {license!r}, needed an id of the Hub's list such as apache-2.0, or other")
-    home = _registry_home(registry, Path(name) if local else None)
+    place = Path(os.path.abspath(Path(name).expanduser())) if local else None
+    home = _registry_home(registry, place)
     release = Release.of(folder, ref=None if local else name, license=license)
     if release.bundle.verdict == "fail" and require == "pass":
         raise GateError(f"bundle {folder}: its evaluation failed; improve it, or publish it anyway with --any (require='any')")
+    entry = None if home is None else _entry(release, name, place, home)
     if local:
         published = publish_to_folder(release, Path(name).expanduser(), tag, dry_run)
     else:
@@ -141,7 +146,9 @@ def push(
         nbytes=release.nbytes,
         changed=published.changed,
     )
-    return result if home is None or dry_run else _register(result, release, home, local)
+    if entry is None or dry_run:
+        return result
+    return replace(result, registry=_register(replace(entry, revision=str(result.tag), commit=result.commit), published.status))
 
 
 def _registry_home(registry: str | Path | None, folder: Path | None) -> Path | None:
@@ -153,13 +160,44 @@ def _registry_home(registry: str | Path | None, folder: Path | None) -> Path | N
     require_writable(home / "entry.toml")
     if folder is not None and os.path.realpath(folder.parent) != os.path.realpath(home):
         raise MismatchError(f"push: found --to {folder}, needed a folder inside the registry {home}, or a repository")
+    if folder is not None and not is_tag(folder.name):
+        raise MismatchError(
+            f"push: found --to {folder}, needed a folder whose name has only letters, digits, '.', '_' and '-', as the"
+            " registry's names do: rename it, or leave --registry out"
+        )
     return home
 
 
-def _register(result: PushResult, release: Release, home: Path, local: bool) -> PushResult:
-    place = {"folder": Path(result.to).name} if local else {"repo": result.to}
-    entry = make_entry(release.bundle, revision=str(result.tag), commit=result.commit, license=release.license, **place)
+def _entry(release: Release, name: str, folder: Path | None, home: Path) -> MapperEntry:
+    """The entry, made before anything is published so that a wrong one stops the push. Its version and commit follow later."""
+    where = {"folder": folder.name} if folder is not None else {"repo": name, "commit": "0" * 40}
+    entry = replace(make_entry(release.bundle, revision="v1", license=release.license, **where), home=home)
     path = home / entry_file(entry)
-    home.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_entry(entry), encoding="utf-8")
-    return PushResult(**(asdict(result) | {"registry": str(path)}))
+    if os.path.lexists(path) and not path.is_file():
+        raise RefError(f"registry {home}: found {path.name}, which is not a file, needed the entry of {name} or nothing there")
+    return entry
+
+
+def _register(entry: MapperEntry, status: Status) -> str | None:
+    """Write the entry unless the registry has one of a newer version; returns its file."""
+    path = entry.home / entry_file(entry)
+    try:
+        held = read_entry(path).revision
+    except RefError:  # there is none, or none that anybody can read
+        held = entry.revision
+    # Numbers have an order. A version with another name is the newest when it is made.
+    numbered = is_version(held) and is_version(entry.revision)
+    older = version_key(entry.revision) < version_key(held) if numbered else status == "unchanged"
+    if older and held != entry.revision:
+        _log.warning(
+            "registry file %s: found %s, which is newer than %s, and kept it; to go back, delete the file and push again",
+            path,
+            held,
+            entry.revision,
+        )
+        return None
+    entry.home.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    write_file(unfinished, render_entry(entry).encode("utf-8"))
+    os.replace(unfinished, path)
+    return str(path)

@@ -583,6 +583,81 @@ def test_a_published_folder_is_registered_next_to_the_entries(bundle, tmp_path):
     assert resolve(entry.location, entry.pin) == registry / "demo" / "v1"
 
 
+def published_to(kind, registry):
+    return NAME if kind == "hub" else registry / "mapper"
+
+
+@pytest.mark.parametrize("kind", ["hub", "folder"])
+@pytest.mark.parametrize(
+    ("tags", "kept"),
+    [
+        (["v1", "v2", "v1"], "v2"),  # pushed again
+        (["v1", "v10", "v9"], "v10"),  # by number, not by spelling
+        (["v2", "v1.1"], "v2"),  # an older line
+        (["v1", "v2", "v2"], "v2"),
+        (["v1", "final", "v1"], "final"),  # a name has no order, so what is held already changes nothing
+        (["final", "v1", "final"], "v1"),
+    ],
+)
+@pytest.mark.usefixtures("hub")
+def test_a_registry_entry_never_goes_back(tmp_path, caplog, kind, tags, kept):
+    registry = tmp_path / "registry"
+    bundles = {tag: make_bundle(tmp_path / tag, seed=number) for number, tag in enumerate(dict.fromkeys(tags))}
+    for tag in tags:
+        result = push(bundles[tag], published_to(kind, registry), tag=tag, registry=registry)
+    (entry,) = list_mappers(folder=registry)
+    assert entry.revision == kept
+    assert entry.weights_digest == Bundle.open(bundles[kept]).weights_digest
+    assert (result.registry is None) == (tags[-1] != kept) == ("delete the file and push again" in caplog.text)
+    (file,) = registry.glob("*.toml")  # no unfinished file is left
+    assert sorted(path.name for path in registry.iterdir() if path.is_file()) == [file.name]
+    file.unlink()  # going back on purpose
+    assert push(bundles[tags[0]], published_to(kind, registry), tag=tags[0], registry=registry).status == "unchanged"
+    assert list_mappers(folder=registry)[0].revision == tags[0]
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("name", ["ü", "a b", ".hidden", "-x", "a" * 65])
+def test_a_folder_that_the_registry_cannot_name_is_refused_before_anything_is_written(bundle, tmp_path, name, dry_run):
+    registry = tmp_path / "registry"
+    with pytest.raises(MismatchError, match=r"found --to .*, needed a folder whose name has only letters, digits"):
+        push(bundle, registry / name, registry=registry, dry_run=dry_run)
+    assert not registry.exists()
+    assert push(bundle, registry / name, dry_run=dry_run).tag == "v1"  # without the registry, any name is fine
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_an_entry_that_cannot_be_made_is_refused_before_anything_is_written(hub, bundle, tmp_path, monkeypatch, dry_run):
+    registry = tmp_path / "registry"
+    (registry / "org--mapper.toml").mkdir(parents=True)
+    with pytest.raises(RefError, match=r"found org--mapper\.toml, which is not a file"):
+        push(bundle, NAME, tag="v1", registry=registry, dry_run=dry_run)
+    monkeypatch.setattr("kvfit.hub.registry.FORMAT_VERSION", 1)  # an entry that the registry's own rules refuse
+    with pytest.raises(BundleError, match=r"registry entry of .*, field format_version"):
+        push(bundle, "org/other", tag="v1", registry=registry, dry_run=dry_run)
+    assert hub.requests == []
+
+
+def test_a_folder_is_found_in_the_registry_however_it_is_written(bundle, tmp_path, monkeypatch):
+    home = tmp_path / "registry" / "pair"
+    home.mkdir(parents=True)
+    monkeypatch.chdir(home)
+    push(bundle, ".", tag="v1", registry="..")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    push(bundle, "~/registry/home", tag="v1", registry=tmp_path / "registry")
+    assert {entry.folder for entry in list_mappers(folder=tmp_path / "registry")} == {"pair", "home"}
+
+
+def test_a_dry_run_says_that_the_real_one_could_not_write(hub, bundle, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match="cannot be written in"):
+        push(bundle, tmp_path / "file" / "below", dry_run=True)
+    hub.create(NAME)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(RefError, match="not logged in"):
+        push(bundle, NAME, tag="v1", dry_run=True)
+
+
 @pytest.mark.usefixtures("hub")
 def test_scores_of_other_weights_are_not_registered(bundle, tmp_path):
     other = make_bundle(tmp_path / "other", mapper_spec(), seed=1)
