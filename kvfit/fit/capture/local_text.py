@@ -40,6 +40,7 @@ class LocalRows:
         """
         self._path, self._column, self._start = path, column, start
         self._files = _files(path)
+        self.file: Path | None = None  # the one that is being read, for error messages
         formats = {name.__name__.removeprefix("_"): name for name in map(_reader, self._files) if name is not None}
         unknown = [file for file in self._files if _reader(file) is None]
         if unknown or len(formats) != 1:
@@ -59,6 +60,7 @@ class LocalRows:
         for file in self._files:
             reader = _reader(file)
             assert reader is not None
+            self.file = file
             for row in reader(file, self._column):
                 if number >= self._start:
                     yield row

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -117,15 +116,16 @@ class Passes:
             cursors=state.cursors,
             seen=state.documents.all(),
         )
-        for batch in _batches(stream, options.num_sequences - state.sequences, self.batch_size):
+        while state.sequences < options.num_sequences:
+            batch, end = _batch(stream, min(self.batch_size, options.num_sequences - state.sequences))
             own = self.ranks.owns(state.sequences // self.batch_size)
             following = state.after(batch, own=own)
-            if own:
+            if own and batch:
                 self._add(accumulator, batch, state, following)
             state = following
             progress.advance(len(batch))
-        if state.sequences < options.num_sequences:
-            self._refuse(state, resumable=accumulator.resumable)
+            if end is not None:
+                self._refuse(state, end, resumable=accumulator.resumable)
         return state
 
     def _add(self, accumulator: Accumulator, batch: list[Sequence], state: State, following: State) -> None:
@@ -143,14 +143,13 @@ class Passes:
             reached = State(state.cursors, state.documents, tuple(added)) if waiting else following
             accumulator.add(split, _pooled(source, rows), _pooled(target, rows), reached.to_json())
 
-    def _refuse(self, state: State, *, resumable: bool) -> None:
-        number = due((text.share for text in self.texts), (cursor.sequences for cursor in state.cursors))
-        text, cursor = self.texts[number], state.cursors[number]
+    def _refuse(self, state: State, end: Cursor, *, resumable: bool) -> None:
+        text = self.texts[due((text.share for text in self.texts), (cursor.sequences for cursor in state.cursors))]
         several = f" of all {self.options.num_sequences}" if len(self.texts) > 1 else ""
         needed = self.options.num_sequences * text.share / sum(one.share for one in self.texts)
         found = (
-            f"{text.dataset}: found {cursor.sequences} sequences of {self.options.seq_len} tokens ({cursor.short} documents "
-            f"were shorter, {cursor.repeated} repeated), needed {needed:.0f}{several}: "
+            f"{text.dataset}: found {end.sequences} sequences of {self.options.seq_len} tokens ({end.short} documents "
+            f"were shorter, {end.repeated} repeated), needed {needed:.0f}{several}: "
         )
         fewer = "lower --num-sequences or --seq-len, or pass --pack"
         if not resumable:
@@ -158,10 +157,16 @@ class Passes:
         raise TextError(f"{found}add text to it and pass --resume; or {fewer}, with another --out")
 
 
-def _batches(stream: Iterator[Sequence], count: int, batch_size: int) -> Iterator[list[Sequence]]:
-    remaining = islice(stream, count)
-    while batch := list(islice(remaining, batch_size)):
-        yield batch
+def _batch(stream: Generator[Sequence, None, Cursor], size: int) -> tuple[list[Sequence], Cursor | None]:
+    """The next sequences, and, where the stream ends among them, where its text ended."""
+    batch: list[Sequence] = []
+    while len(batch) < size:
+        try:
+            batch.append(next(stream))
+        except StopIteration as end:
+            ended: Cursor = end.value
+            return batch, ended
+    return batch, None
 
 
 def _pooled(features: Mapping[Group, list[Tensor]], rows: list[int]) -> dict[Group, list[Tensor]]:

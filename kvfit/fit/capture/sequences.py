@@ -8,7 +8,7 @@ could be in the fit split and in the holdout split. Several texts take turns by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -76,7 +76,7 @@ def interleaved(
     pack: bool = False,
     cursors: Iterable[Cursor] = (),
     seen: Iterable[str] = (),
-) -> Iterator[Sequence]:
+) -> Generator[Sequence, None, Cursor]:
     """Sequences of several texts by their shares. The order depends only on how many sequences each text has given.
 
     A document that occurs in two of the texts is used once, except with `pack`, which treats each text separately. The
@@ -89,6 +89,9 @@ def interleaved(
         pack: as for `sequences`.
         cursors: one per text; empty for the start.
         seen: as for `sequences`.
+
+    Returns:
+        Where the text that is due ended.
     """
     texts = list(texts)
     cursors = list(cursors) or [Cursor()] * len(texts)
@@ -100,9 +103,11 @@ def interleaved(
     counts = [cursor.sequences for cursor in cursors]
     while True:
         number = due((text.share for text in texts), counts)
-        sequence = next(streams[number], None)
-        if sequence is None:
-            return
+        try:
+            sequence = next(streams[number])
+        except StopIteration as end:
+            ended: Cursor = end.value
+            return ended
         counts[number] += 1
         yield replace(sequence, text=number)
 
@@ -115,7 +120,7 @@ def sequences(
     pack: bool = False,
     cursor: Cursor | None = None,
     seen: Iterable[str] = (),
-) -> Iterator[Sequence]:
+) -> Generator[Sequence, None, Cursor]:
     """Token sequences of one text, from a cursor on.
 
     Each text is tokenized once, with at most one beginning-of-sequence token. Both models get the same ids.
@@ -129,6 +134,9 @@ def sequences(
         seen: digests of the documents in the sequences before the cursor, not needed with `pack`. New ones are added to it
             if it is a set.
 
+    Returns:
+        The cursor of the last sequence, with the documents that were skipped after it.
+
     Raises:
         TextError: on resuming, the document that gave the last sequence has changed.
     """
@@ -137,8 +145,7 @@ def sequences(
     if cursor.last >= 0 and not pack:
         _check_unchanged(options, tokenizer, seq_len, cursor)
     if pack:
-        yield from _packed(options, tokenizer, seq_len, cursor)
-        return
+        return (yield from _packed(options, tokenizer, seq_len, cursor))
     count, short, repeated = cursor.sequences, cursor.short, cursor.repeated
     known = seen if isinstance(seen, set) else set(seen)
     for number, text in enumerate(documents(options, cursor.documents), start=cursor.documents):
@@ -152,10 +159,12 @@ def sequences(
             continue
         known.add(name)
         count += 1
-        yield Sequence(ids, Cursor(number + 1, count, short, _digest(ids), number, repeated), (name,))
+        cursor = Cursor(number + 1, count, short, _digest(ids), number, repeated)
+        yield Sequence(ids, cursor, (name,))
+    return replace(cursor, short=short, repeated=repeated)
 
 
-def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> Iterator[Sequence]:
+def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> Generator[Sequence, None, Cursor]:
     """Documents joined by the end-of-text token and cut. On resuming, the joined stream is made again from its start."""
     held: list[int] = []
     begun: tuple[str, ...] = ()  # documents that begin in the sequence that is being filled
@@ -177,8 +186,10 @@ def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) 
             if count == cursor.sequences and _digest(ids) != cursor.digest:
                 raise TextError(_changed(options, number))
             if count > cursor.sequences:
-                yield Sequence(ids, Cursor(number + 1, count, 0, _digest(ids), number, repeated), begun)
+                cursor = Cursor(number + 1, count, 0, _digest(ids), number, repeated)
+                yield Sequence(ids, cursor, begun)
             begun = ()
+    return replace(cursor, repeated=repeated)
 
 
 def _ids(tokenizer: Any, text: str, limit: int | None) -> list[int]:

@@ -5,7 +5,9 @@ They are read in order and without a shuffle buffer, which would lose and repeat
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +21,7 @@ from kvfit.errors import MismatchError, OptionError, RefError, TextError
 from kvfit.fit.capture.facts import MIN_CHARS, facts
 from kvfit.fit.capture.local_text import BYTE_ORDER_MARK, LocalRows
 
+LOGGER = logging.getLogger("kvfit")
 DEFAULT_DATASET = "HuggingFaceFW/fineweb-edu"
 DEFAULT_CONFIG = "sample-10BT"
 # The default text of `kvfit capture`, as REF=SHARE of the sequences.
@@ -26,6 +29,7 @@ DEFAULT_MIX = (f"{DEFAULT_DATASET}=3", "demo:facts=1")
 FACTS = "demo:facts"
 FACTS_COUNT = 10**9  # documents, more than any capture reads
 RETRIES = 5
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
     """
     stream = _open(options)
     position = start
-    rows = iter(stream.skip(position) if position else stream)
+    stream = stream.skip(position) if position else stream
+    rows = iter(stream)
     attempt = 0
     while True:
         try:
@@ -109,21 +114,19 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
             return
         except Exception as error:
             # If the connection is lost in the middle of a stream, open it again at this position, a bounded number of times.
+            # A file of this machine is as damaged the next time.
             attempt += 1
-            if not isinstance(error, OSError | ConnectionError | TimeoutError):
-                raise TextError(
-                    f"{options.dataset}: found {type(error).__name__} at document {position} or a few after it "
-                    f"({one_line(error, 200)}), needed UTF-8 text, in .jsonl one JSON object per line: repair or remove "
-                    "what cannot be read"
-                ) from error
-            if attempt > RETRIES:
-                raise TextError(
-                    f"{options.dataset}: found {type(error).__name__} at document {position} "
-                    f"({one_line(error, 200)}), needed text that can be read to its end: run the same command later, "
-                    "a capture with --resume, or replace a damaged file"
-                ) from error
-            time.sleep(min(2**attempt, 30))
-            rows = iter(_open(options).skip(position))
+            dropped, local = isinstance(error, OSError), isinstance(stream, LocalRows)
+            if not dropped or local or attempt > RETRIES:
+                raise _unreadable(_name(options, stream), error, position, local) from error
+            seconds = min(2**attempt, 30)
+            LOGGER.warning(
+                "%s: found %s at document %d (%s); trying again in %d s, %d of %d",
+                options.dataset, type(error).__name__, position, one_line(error, 200), seconds, attempt, RETRIES,
+            )  # fmt: skip
+            time.sleep(seconds)
+            stream = _open(options).skip(position)
+            rows = iter(stream)
             continue
         attempt = 0
         text = row.get(options.column)
@@ -138,8 +141,38 @@ def documents(options: TextOptions, start: int = 0) -> Iterator[str]:
                 f"write one string per document (a conversation through the tokenizer's chat template), or pass another "
                 f"--text-column"
             )
+        lone = None if text.isascii() else _LONE_SURROGATE.search(text)
+        if lone is not None:
+            raise TextError(
+                f"{_name(options, stream)}: found \\u{ord(lone[0]):04x} at character {lone.start()} of document {position}, "
+                "which is half of a character, needed whole ones for the tokenizer: remove it or write the character that was "
+                "meant"
+            )
         position += 1
         yield text.removeprefix(BYTE_ORDER_MARK)
+
+
+def _name(options: TextOptions, stream: Any) -> str:
+    """The dataset for an error message; in a folder, also the file that is being read."""
+    file = stream.file if isinstance(stream, LocalRows) else None
+    return options.dataset if file in (None, Path(options.dataset)) else f"{options.dataset}, {file.name}"
+
+
+def _unreadable(name: str, error: Exception, position: int, local: bool) -> TextError:
+    found = f"{name}: found {type(error).__name__} at document {position}"
+    reason = one_line(error, 200)
+    if not isinstance(error, OSError):
+        return TextError(
+            f"{found} or a few after it ({reason}), needed UTF-8 text, in .jsonl one JSON object per line: repair or remove "
+            "what cannot be read"
+        )
+    if local:
+        return TextError(
+            f"{found} or a few after it ({reason}), needed a file that can be read to its end: replace it with a whole copy"
+        )
+    return TextError(
+        f"{found} ({reason}), needed text that can be read to its end: run the same command later, a capture with --resume"
+    )
 
 
 def _kind(value: Any) -> str:

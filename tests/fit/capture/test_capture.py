@@ -302,9 +302,13 @@ def few(path: Path, count: int) -> TextOptions:
 def test_a_capture_that_ends_before_a_commit_leaves_nothing(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """So that the advice can be followed: with fewer sequences, under the same name."""
     text = few(tmp_path / "few.jsonl", 8)
+    lines = (tmp_path / "few.jsonl").read_text()
+    with open(tmp_path / "few.jsonl", "a") as stream:  # what comes after the last sequence counts as well
+        stream.write('{"text": "short"}\n' * 3 + lines)
     arguments = {"text": text, "loading": FLOAT32, "progress": False}
     refs = [str(folder) for folder in tiny_pair]
-    with pytest.raises(TextError, match=r"found 8 sequences .* 1 repeated\), needed 12: lower --num-sequences .*or give more"):
+    found = rf"found 8 sequences .*\(3 documents were shorter, {1 + len(lines.splitlines())} repeated\), needed 12: "
+    with pytest.raises(TextError, match=found + "lower --num-sequences .*or give more"):
         capture(*refs, tmp_path / "s.zarr", options=SMALL, **arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["few.jsonl"]
     captured = capture(*refs, tmp_path / "s.zarr", options=replace(SMALL, num_sequences=8), **arguments)

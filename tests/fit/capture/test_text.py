@@ -102,7 +102,9 @@ def test_at_most_one_beginning_of_sequence_token(tmp_path: Path) -> None:
     assert sequence.ids.count(1) == 1
 
 
-def test_a_dropped_connection_is_opened_again_where_it_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_connection_is_opened_again_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from kvfit.fit.capture import text
 
     opened: list[int] = []
@@ -125,6 +127,8 @@ def test_a_dropped_connection_is_opened_again_where_it_stopped(monkeypatch: pyte
     monkeypatch.setattr(text.time, "sleep", lambda _seconds: None)
     assert list(documents(TextOptions("org/name"))) == DOCUMENTS
     assert opened == [0, 5]
+    (said,) = caplog.messages
+    assert said == "org/name: found ConnectionError at document 5 (reset by peer); trying again in 2 s, 1 of 5"
 
 
 def test_endless_failures_stop_with_an_error_that_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +326,21 @@ def test_a_document_that_came_before_is_skipped_and_counted(tmp_path: Path, pack
         assert list(sequences(options, Words(), seq_len=7, pack=pack, cursor=whole[stop - 1].cursor, seen=seen)) == whole[stop:]
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_what_is_skipped_at_the_end_is_counted_too(tmp_path: Path, pack: bool) -> None:
+    long = "one two three four five"
+    texts = ["a", "b", long, "c", long, "d", long]
+    path = tmp_path / "end.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    stream = interleaved([TextOptions(str(path))], Words(), seq_len=6, pack=pack)
+    *_, last = islice(stream, 3 if pack else 1)
+    with pytest.raises(StopIteration) as caught:
+        next(stream)
+    end = caught.value.value
+    assert (end.short, end.repeated) == (0 if pack else 4, 2)
+    assert replace(end, short=last.cursor.short, repeated=last.cursor.repeated) == last.cursor
+
+
 def test_documents_that_begin_alike_are_different_ones() -> None:
     assert digests.digest("You are helpful. What is 1 + 1?") != digests.digest("You are helpful. What is 1 + 2?")
     assert digests.digest("lone \ud800") != digests.digest("lone")
@@ -364,6 +383,38 @@ def test_a_file_that_is_no_text_is_said_with_what_helps(tmp_path: Path, name: st
     with pytest.raises(TextError, match=message) as caught:
         list(documents(TextOptions(str(tmp_path / name))))
     assert "--resume" not in str(caught.value)
+
+
+def refuse_to_wait(_seconds: float) -> None:
+    pytest.fail("waits for a file of this machine")
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd", "bz2"])
+def test_a_damaged_file_of_this_machine_is_refused_at_once(tmp_path: Path, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfit.fit.capture.text.time.sleep", refuse_to_wait)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "here"}\n')
+    path = tmp_path / f"b.jsonl.{ {'gzip': 'gz', 'zstd': 'zst', 'bz2': 'bz2'}[codec] }"
+    with pyarrow.output_stream(str(path), compression=codec) as stream:
+        stream.write(PLAIN)
+    path.write_bytes(path.read_bytes()[:-5])
+    found = "found OSError at document .*needed a file that can be read to its end: replace it"
+    for text, name in ((path, path), (tmp_path, f"{tmp_path}, {path.name}")):
+        with pytest.raises(TextError, match=f"^{name}: {found}") as caught:
+            list(documents(TextOptions(str(text))))
+        assert "--resume" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_half_a_character_is_refused_with_its_place(tmp_path: Path, suffix: str) -> None:
+    rows = [{"text": "whole \U0001f600"}, {"text": "caf\xe9 \ud83d and more"}]
+    path = tmp_path / f"b{suffix}"
+    path.write_text(json.dumps(rows) if suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / f"a{suffix}").write_text(json.dumps({"text": "here"}))
+    for text, name, number in ((path, path, 1), (tmp_path, f"{tmp_path}, b{suffix}", 2)):
+        read = documents(TextOptions(str(text)))
+        assert list(islice(read, number))[-1] == rows[0]["text"]
+        with pytest.raises(TextError, match=rf"^{name}: found \\ud83d at character 5 of document {number}.*: remove it or"):
+            next(read)
 
 
 def test_an_empty_file_of_a_folder_is_no_fault_of_the_reader(tmp_path: Path) -> None:
