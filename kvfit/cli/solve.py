@@ -139,10 +139,14 @@ def solve(
     if grid and not sweep:
         raise click.UsageError(f"found {' '.join(grid)} after STORE, needed nothing there: only --sweep takes more")
     running = {name: values.pop(name) for name in ("device", "memory_budget", "precision")}
+    context = click.get_current_context()
+    defaults = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
+    given = {name for name in context.params if context.get_parameter_source(name) not in defaults}
+    if sweep and (plots or ("cost" in given and values["cost"] is not None)):
+        found = "--plots" if plots else "--cost"
+        raise click.UsageError(f"found {found} with --sweep, which draws its own picture and has no limit: leave {found} out")
     if recipe:
-        context = click.get_current_context()
-        defaults = (click.core.ParameterSource.DEFAULT, click.core.ParameterSource.DEFAULT_MAP)
-        values = {name: value for name, value in values.items() if context.get_parameter_source(name) not in defaults}
+        values = {name: value for name, value in values.items() if name in given}
     options = dataclasses.replace(verb.RECIPES[recipe] if recipe else verb.Options(), **values)
     if sweep:
         from kvfit.fit.solve import sweep as sweeping

@@ -89,33 +89,39 @@ class _Budget:
 
 def _separate(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
     """Choose a separate map per target block, with fewer source layers where all of them would cost too much."""
-    options, outputs = fitter.options, _outputs(fitter)
-    report: dict[str, Any] = {"kind": "separate"}
-    if options.top_k == "all" and budget.limit is not None:
-        source = fitter.reader.store.source
-        sizes = [fitter.reads("keys", widest_layers(source, k)).n_inputs for k in range(1, source.n_layers + 1)]
-        affordable = sum(budget.affords(size * outputs) for size in sizes)
-        if affordable == 0:
-            budget.warn(budget.cost(sizes[-1] * outputs), "no map of this pair costs less")
-        elif affordable < len(sizes):
-            LOGGER.info("solve: %d of %d source layers are within --cost", affordable, len(sizes))
-            fitter = fitter.changed(replace(options, top_k=affordable))
-            report["source_layers_within_cost"] = affordable
-    return Choice(fitter.sets(fitter.choose(probes)), None, report)
+    top_k, report = fitter.options.top_k, {"kind": "separate"}
+    sets = fitter.sets(fitter.choose(probes))
+    wanted = _parameters(fitter, sets)
+    if isinstance(top_k, int) or budget.affords(wanted):
+        return Choice(sets, None, report)
+    source = fitter.reader.store.source
+    widest = [{(kind, t): fitter.reads(kind, layers) for kind, t in fitter.targets} for layers in
+              (widest_layers(source, k) for k in range(1, source.n_layers + 1))]  # fmt: skip
+    affordable = sum(budget.affords(_parameters(fitter, of_size)) for of_size in widest)
+    if affordable == 0:
+        budget.warn(budget.cost(wanted), "no map of this pair costs less")
+        return Choice(sets, None, report)
+    LOGGER.info("solve: %d of %d source layers are within --cost", affordable, source.n_layers)
+    if top_k == "all":
+        chosen = fitter.changed(replace(fitter.options, top_k=affordable)).choose(probes)
+    else:
+        chosen = fitter.choose(probes, most=affordable)
+    return Choice(fitter.sets(chosen), None, report | {"source_layers_within_cost": affordable})
 
 
 def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choice:
     """Choose a shared basis, or separate maps where the rank is free and separate maps cost no more."""
     options, inputs, outputs = fitter.options, shared_inputs(fitter, probes), _outputs(fitter)
-    most = min(inputs.n_inputs, outputs)
     limit = options.rank if isinstance(options.rank, int) else _affordable_rank(inputs, outputs, budget)
     penalty = shared_penalty(fitter, inputs)
     found = find_directions(fitter.reader, inputs, fitter.targets, penalty, options.penalty_scale, rank=limit)
-    most = min(most, found.vectors.shape[1])
+    most = min(inputs.n_inputs, outputs, found.vectors.shape[1])
     dtype: torch.dtype = getattr(torch, options.dtype)
     too_costly = False
     if isinstance(options.rank, int):
         rank = min(options.rank, most)
+        if rank < options.rank:
+            LOGGER.warning("solve: --rank %d is above the full rank of this pair's maps, so the rank is %d", options.rank, rank)
         curve = rank_curve(fitter, found.basis(rank))
     else:
         if limit is not None and (limit < 1 or found.kept(limit) < KEPT_ENOUGH):
@@ -128,6 +134,12 @@ def _shared(fitter: Fitter, probes: dict[Kind, Probe], budget: _Budget) -> Choic
         if separate <= shared:
             return Choice(dict.fromkeys(fitter.targets, inputs), None, _report(curve, None, found.kept(rank)))
     return Choice(None, found.basis(rank, dtype), _report(curve, rank, found.kept(rank)))
+
+
+def _parameters(fitter: Fitter, sets: Sets) -> int:
+    """Weights of separate maps that read these inputs."""
+    target = fitter.reader.store.target
+    return sum(inputs.n_inputs * target.width_of(*block) for block, inputs in sets.items())
 
 
 def _outputs(fitter: Fitter) -> int:

@@ -103,15 +103,16 @@ class Fitter:
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
-    def choose(self, probes: dict[Kind, Probe]) -> Chosen:
-        """Choose the source layers for every kind and target layer."""
+    def choose(self, probes: dict[Kind, Probe], most: int | None = None) -> Chosen:
+        """Choose the source layers for every kind and target layer; of ``auto``, at most `most` for each."""
         n_source, top_k = self.reader.store.source.n_layers, self.options.top_k
         if top_k == "all" or (top_k != "auto" and top_k >= n_source):
             return {kind: take([range(n_source)] * self.reader.store.target.n_layers, n_source) for kind in KINDS}
         rankings = self._rankings(probes, n_source if top_k == "auto" else top_k)
         if top_k != "auto":
             return {kind: take(rankings[kind], top_k) for kind in KINDS}
-        sizes = sorted({k for k in SIZES if k < n_source} | {n_source})
+        largest = n_source if most is None else most
+        sizes = sorted({k for k in SIZES if k < largest} | {largest})
         sets = {kind: [take(rankings[kind], k) for k in sizes] for kind in KINDS}
         errors = {kind: torch.stack([self._least_errors(kind, of_size) for of_size in sets[kind]]) for kind in KINDS}
         if self.options.shared_layers:

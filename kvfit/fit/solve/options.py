@@ -42,7 +42,7 @@ class Options:
             of them.
         rank: r of a shared basis, ``none`` for a separate map per layer, or ``auto`` to choose on the holdout split. A basis
             needs support full, inputs both and one set of source layers for all; where the options say otherwise, ``auto``
-            means ``none``.
+            means ``none``. A number above the full rank is the full rank, with a warning.
         cost: the most that the map may cost, as a share of the target's prefill in FLOPs and in bytes; None for no limit. It
             limits what ``auto`` chooses, but not a number that was given.
         gain: ``variance`` for a gain per output, ``head`` for one per head, or ``none``.

@@ -80,6 +80,8 @@ def parse_grid(items: Sequence[str]) -> Grid:
                 f"--sweep: found {item!r}, needed NAME=VALUE,VALUE with NAME one of {', '.join(CHOICES)}, each once"
             )
         grid[name] = [_value(name, value) for value in values.split(",")]
+        if len(set(grid[name])) < len(grid[name]):
+            raise OptionError(f"--sweep: found {item!r} with one value twice, needed each once")
     return grid
 
 
@@ -118,10 +120,16 @@ def sweep(
         progress: whether to show bars.
 
     Raises:
+        OptionError: `options` ask for a rank.
         StoreError, SolveError, MismatchError: as in `solve`.
         BundleError: `out` cannot be written.
     """
     options, out = options or Options(), Path(out)
+    if isinstance(options.rank, int):
+        raise OptionError(
+            f"--rank: found {options.rank} with --sweep, which makes separate maps per layer, needed none: leave --rank out, "
+            "or solve without --sweep, whose solve.json has the error of every smaller rank"
+        )
     check_new(out)
     # A sweep compares separate maps. For a shared basis, solve.json already has the error of every rank.
     options = dataclasses.replace(options, rank="none", cost=None)

@@ -292,9 +292,8 @@ class Accumulator:
             yield
         except OSError as error:
             self._failed = error
-            raise StoreError(
-                f"{self.path} cannot be written: {error}; the last commit is intact: free space and run again with --resume"
-            ) from error
+            kept = "nothing was committed before" if self.cursor is None else "the last commit is intact"
+            raise StoreError(f"{self.path} cannot be written: {error}; {kept}: free space and run it with --resume") from error
         except BaseException as error:
             self._failed = error
             raise

@@ -101,6 +101,38 @@ def test_separate_maps_read_as_many_layers_as_the_cost_affords(store: Path, capl
     assert "no map of this pair costs less" in caplog.text
 
 
+def spent(found: choice.Choice) -> int:
+    assert found.sets is not None
+    return sum(6 * inputs.n_inputs for inputs in found.sets.values())
+
+
+def test_the_cost_bounds_the_layers_that_auto_chooses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="kvfit")
+    store = plant([(0, 1), (2,), (0, 1, 3)]).store(tmp_path / "s.zarr")
+    free = spent(chosen(store, 1, cost=None, top_k="auto"))
+    whole = 12 * 4 * 36
+    assert 12 * 36 < free < whole
+    # Where the choice is within the cost, the cost changes nothing, although maps of all layers would exceed it.
+    assert spent(chosen(store, (free + 1) / 0.05, cost=0.05, top_k="auto")) == free
+    for most in (1, 2, 3):
+        weights = 12 * most * 36 + 1
+        found = chosen(store, weights / 0.05, cost=0.05, top_k="auto")
+        assert 0 < spent(found) <= min(weights, free)
+        if weights < free:
+            assert found.report["source_layers_within_cost"] == most
+    assert caplog.text == ""
+    assert spent(chosen(store, 1, cost=0.05, top_k="auto")) == free
+    assert "no map of this pair costs less" in caplog.text
+
+
+def test_a_rank_above_the_full_rank_is_the_full_rank_with_a_warning(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="kvfit"):
+        assert chosen(store, 1, rank=36).rank == 36
+        assert caplog.text == ""
+        assert chosen(store, 1, rank=37).rank == 36
+    assert "--rank 37 is above the full rank of this pair's maps, so the rank is 36" in caplog.text
+
+
 def test_the_cost_in_the_report_is_that_of_the_bundle(store: Path, tmp_path: Path) -> None:
     report = solve(store, tmp_path / "b", options=Options(rank=6, penalty=0.01), progress=False).report
     found = Bundle.open(tmp_path / "b")

@@ -9,7 +9,7 @@ import pytest
 from planted import plant
 
 from kvfit.bundle.bundle import Bundle
-from kvfit.errors import MismatchError
+from kvfit.errors import MismatchError, OptionError
 from kvfit.fit.solve.solve import Options, solve
 from kvfit.fit.solve.sweep import parse_grid, sweep
 from kvfit.spec import KINDS
@@ -75,6 +75,18 @@ def test_bad_grids_are_refused(item: str) -> None:
 def test_a_name_given_twice_is_refused() -> None:
     with pytest.raises(MismatchError, match="each once"):
         parse_grid(["top_k=1", "top_k=2"])
+
+
+@pytest.mark.parametrize("item", ["top_k=1,1", "penalty=1e-3,auto,0.001", "gain=none,none"])
+def test_a_value_given_twice_is_refused(item: str) -> None:
+    with pytest.raises(OptionError, match=rf"--sweep: found '{item}' with one value twice, needed each once"):
+        parse_grid([item])
+
+
+def test_a_rank_is_refused(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"--rank: found 64 with --sweep, .*needed none: leave --rank out"):
+        sweep(store, tmp_path / "sweep", parse_grid(["top_k=1"]), options=Options(rank=64), progress=False)
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_nothing_is_written_over(store: Path, tmp_path: Path) -> None:
