@@ -47,7 +47,7 @@ WIDE = {
     "hub.load.load_mapper": "a public call: every one is an option with a default",
     "hub.push.push": "a public verb: every one but two is an option with a default",
     "runtime.handoff.handoff": "a public call: every one but four is an option with a default",
-    "runtime.watch.attention_weights": "takes what torch's scaled_dot_product_attention takes",
+    "runtime.watch.attention": "takes what torch's scaled_dot_product_attention takes",
 }
 VAGUE_NAMES = ("common", "helper", "helpers", "misc", "util", "utils")
 

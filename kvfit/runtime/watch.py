@@ -43,13 +43,14 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record softmaxes and fused attention, and call every function unchanged."""
+        """Record softmaxes and fused attention. Only the latter is computed here, from the recorded weights."""
         kwargs = kwargs or {}
         if self.layer_index is None and not self.sharing:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            self._seen(attention_weights(self.rows, *args, **kwargs))
-            return func(*args, **kwargs)
+            weights, attended = attention(self.rows, *args, **kwargs)
+            self._seen(weights)
+            return attended
         result = func(*args, **kwargs)
         if func in _SOFTMAXES and isinstance(result, Tensor) and result.dim() == 4 and result.shape[2] == self.rows:
             self._seen(result)
@@ -60,32 +61,35 @@ class Watch(TorchFunctionMode):
         self.take(layer_index, weights)
 
 
-def attention_weights(
+def attention(
     rows: int,
     query: Tensor,
     key: Tensor,
-    value: Tensor,  # noqa: ARG001
+    value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,  # noqa: ARG001
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: ARG001
-) -> Tensor:
-    """Attention weights from the arguments of `scaled_dot_product_attention`.
+) -> tuple[Tensor, Tensor]:
+    """Attention weights, and the result of `scaled_dot_product_attention`, from its arguments.
+
+    A fused kernel does not give the weights, and for a few queries it takes longer than this.
 
     Args:
         rows: number of query tokens.
         query: (B, Hq, rows, D), or for a single token, packed by groups, (B, H, Hq / H, D).
         key: (B, H, T, D), with as many heads or fewer.
-        value: not used.
+        value: (B, H, T, Dv).
         attn_mask: a mask of booleans, or an additive one.
-        dropout_p: not used.
+        dropout_p: not used; a guide draws nothing at random.
         is_causal: whether query i sees only the first i + 1 keys.
         scale: scale of the scores; None for the default.
         enable_gqa: not used.
 
     Returns:
-        (B, Hq, rows, T) float32.
+        The weights, (B, Hq, rows, T) float32, and what they read, of the query's shape with Dv features. A query whose mask
+        hides everything, on padding, has no weights and reads zeros.
     """
     batch, heads, found_rows, head_dim = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, head_dim)
@@ -98,4 +102,8 @@ def attention_weights(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return scores.softmax(-1).view(batch, -1, rows, scores.shape[3])
+    weights = scores.softmax(-1)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        weights = weights.masked_fill(~attn_mask.any(-1, keepdim=True), 0.0)
+    attended = weights.view(*grouped.shape[:3], -1).to(value.dtype) @ value
+    return weights.view(batch, -1, rows, scores.shape[3]), attended.view(*query.shape[:3], -1)
