@@ -117,7 +117,7 @@ class ModelSpec:
         dtype: the dtype in which the activations were captured.
         quantisation: the name of the quantisation method; None where the model is not quantised.
         content: digests of all weights; None for a map that was fitted before kvfit recorded them.
-        tokenization_digest: a digest of the ids to which the tokenizer encodes a fixed text; None for such an old map too.
+        tokenization_digest, encoding_digest: digests of the ids that fixed texts are encoded to; None for older maps too.
         geometry: for each layer its heads, key size and value size, if these differ anywhere; else None.
     """
 
@@ -137,6 +137,7 @@ class ModelSpec:
     quantisation: str | None
     content: Content | None = field(default=None, metadata=_MAY_BE_ABSENT)
     tokenization_digest: str | None = field(default=None, metadata=_MAY_BE_ABSENT)
+    encoding_digest: str | None = field(default=None, metadata=_MAY_BE_ABSENT)
     geometry: tuple[tuple[int, ...], ...] | None = field(default=None, metadata=_MAY_BE_ABSENT)
 
     def __post_init__(self) -> None:
@@ -261,7 +262,6 @@ class MapperSpec:
                 raise SpecError(
                     f"layers[{index}].source_layers", str(list(chosen)), f"ascending layers of 0..{self.source.n_layers - 1}"
                 )
-
         if self.rank is not None:
             if self.support != "full" or self.inputs != "both":
                 raise SpecError("rank", f"{self.rank} with support {self.support} and inputs {self.inputs}", "full and both")

@@ -75,7 +75,7 @@ def read_mapper_spec(document: Mapping[str, Any]) -> MapperSpec:
         for name in ("lexical_lags", "rank"):
             if name in document:
                 raise SpecError(name, "an unknown key", "only the fields of format version 1")
-        for role, name in itertools.product(("source", "target"), ("content", "tokenization_digest")):
+        for role, name in itertools.product(("source", "target"), ("content", "tokenization_digest", "encoding_digest")):
             if isinstance(document.get(role), Mapping) and name in document[role]:
                 raise SpecError(f"{role}.{name}", "an unknown key", "only the fields of format version 1")
         document = {**document, "lexical_lags": [], "rank": None}

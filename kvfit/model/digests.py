@@ -28,6 +28,10 @@ _TEXT = (
     "今天天气很好。東京都 ひらがな 한국어 Здравствуйте αβγ مرحبا नमस्ते 😀🇩🇪 ﬁ ＡＢ x² + y₂ ≤ ∞ ½ "  # noqa: RUF001
     "https://example.org/a?b=c&d=%20 <tag attr='x'/> e.g. i.e. can't won't I'm you've cafe\u0301"
 )
+_SPACED = "  two spaces before,  between and after\t\n  "
+# What special tokens look like. A vocabulary says which tokens it has, but not which of them are special.
+_MARK = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_MARKS_PER_TEXT = 16  # so that no text is too long for a tokenizer that warns
 
 
 def quantisation(config: Any) -> str | None:
@@ -53,6 +57,27 @@ def tokenization_digest(tokenizer: Any) -> str | None:
     if not callable(getattr(tokenizer, "encode", None)):
         return None
     return digest([int(number) for number in tokenizer.encode(_TEXT, add_special_tokens=False)])
+
+
+def telling_texts(tokenizer: Any) -> list[str]:
+    """Texts that tokenizers of one vocabulary encode differently if anything in the way they encode differs.
+
+    Besides the text of `tokenization_digest`, there are spaces at the ends of a text and, for every token that may be a special
+    one, the token with and without spaces around it.
+    """
+    marks = sorted(token for token in tokenizer.get_vocab() if _MARK.fullmatch(token))
+    runs = (marks[start : start + _MARKS_PER_TEXT] for start in range(0, len(marks), _MARKS_PER_TEXT))
+    return [_TEXT, _SPACED, *("".join(f" a {mark} b{mark}c" for mark in run) for run in runs)]
+
+
+def encoding_digest(tokenizer: Any) -> str | None:
+    """Digest (SHA-256) of the ids that `telling_texts` are encoded to, with the special tokens that the tokenizer adds.
+
+    It is None if the tokenizer cannot encode.
+    """
+    if not callable(getattr(tokenizer, "encode", None)):
+        return None
+    return digest([[int(number) for number in tokenizer.encode(text)] for text in telling_texts(tokenizer)])
 
 
 def id_count(tokenizer: Any) -> int:

@@ -13,6 +13,7 @@ from kvfit.model.content import content_of, derived_digest, part_digests
 from kvfit.model.decoder import family, number, owning_layers, setting, text_config, unwrapped
 from kvfit.model.digests import (
     config_digest,
+    encoding_digest,
     id_count,
     quantisation,
     tokenization_digest,
@@ -59,6 +60,7 @@ def describe_model(model: Any, tokenizer: Any, *, ref: str, revision: str | None
         quantisation=quantisation(model.config),
         content=content_of(model, id_count(tokenizer)),
         tokenization_digest=tokenization_digest(tokenizer),
+        encoding_digest=encoding_digest(tokenizer),
         geometry=seen.geometry,
     )
 
@@ -103,7 +105,7 @@ def check_model(spec: ModelSpec, model: Any, tokenizer: Any = None) -> None:
 
 
 def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
-    """Refuse a tokenizer other than that of the model in a spec. Its vocabulary and its encoding of a fixed text are compared.
+    """Refuse a tokenizer other than that of the model in a spec. Its vocabulary and its encoding of fixed texts are compared.
 
     Raises:
         MismatchError: it differs, or is not a tokenizer.
@@ -115,6 +117,8 @@ def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
     _compare(spec, "tokenizer_fingerprint", spec.tokenizer_fingerprint, tokenizer_fingerprint(tokenizer))
     if spec.tokenization_digest is not None:
         _compare(spec, "tokenization_digest", spec.tokenization_digest, tokenization_digest(tokenizer))
+    if spec.encoding_digest is not None:
+        _compare(spec, "encoding_digest", spec.encoding_digest, encoding_digest(tokenizer))
 
 
 def require_model(model: Any, name: str) -> None:
@@ -201,6 +205,8 @@ def _compare(spec: ModelSpec, field: str, needed: object, found: object) -> None
         advice = {
             "tokenizer_fingerprint": f"use the tokenizer of {ref}",
             "tokenization_digest": f"use the tokenizer of {ref}; this one has its vocabulary but splits text differently",
+            "encoding_digest": f"use the tokenizer of {ref}; this one has its vocabulary but adds other tokens to a text, or "
+            "splits text differently at its ends or at special tokens",
             "weight_fingerprint": f"load the weights of {ref} (not in float16 if they are bfloat16), or fit a mapper for these",
             "content.derived": f"load {ref} with from_pretrained and leave its modules' constants and buffers as they are",
         }.get(field, f"load {ref} with its own configuration, or fit a mapper for this model")

@@ -248,7 +248,7 @@ def test_tokenizers_of_one_vocabulary_are_told_apart_by_what_they_do(qwen3: Any)
         assert tokenizer_fingerprint(other) == spec.tokenizer_fingerprint
         with pytest.raises(MismatchError, match=r"field tokenization_digest: .*this one has its vocabulary but splits text"):
             check_tokenizer(spec, other)
-    old = dataclasses.replace(spec, tokenization_digest=None)
+    old = dataclasses.replace(spec, tokenization_digest=None, encoding_digest=None)
     check_tokenizer(old, swapped)  # a bundle from before kvfit recorded it
 
 
@@ -263,7 +263,7 @@ def test_something_without_a_vocabulary_is_no_tokenizer(spec: ModelSpec) -> None
 def test_documents_from_before_the_digests_are_read(spec: ModelSpec) -> None:
     document = to_json(spec)
     assert set(document["content"]) == {"bits", "rounded", "n_ids", "derived", "transformers"}
-    for name in ("content", "tokenization_digest"):
+    for name in ("content", "tokenization_digest", "encoding_digest"):
         document.pop(name, None)
     old = from_json(ModelSpec, document)
     assert old.content is None

@@ -25,7 +25,7 @@ from kvfit.fit.capture.passes import Passes, State
 from kvfit.fit.capture.ranks import Ranks, meeting
 from kvfit.fit.capture.recipe import make_recipe
 from kvfit.fit.capture.selfcheck import self_check
-from kvfit.fit.capture.sequences import sequences
+from kvfit.fit.capture.sequences import beginnings, sequences
 from kvfit.fit.capture.text import DEFAULT_MIX, TextOptions, mix
 from kvfit.fit.progress import Progress, duration
 from kvfit.fit.stats.accumulate import Accumulator
@@ -177,6 +177,7 @@ def _checked_pair(
         config = models.load_config(ref, revision, trust_remote_code=how.trust_remote_code)
         check_positions(config, ref, options.seq_len, "--seq-len")
     first = _first_batch(texts, options, tokenizers[0], batch_size)
+    models.check_encodings(tokenizers[0], tokenizers[1], beginnings(texts, options.num_sequences, options.seq_len))
     pair = []
     for (ref, revision, how), tokenizer in zip(wanted, tokenizers, strict=True):
         placed = how if how.device or how.device_map else replace(how, device=ranks.device())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvfit.errors import MismatchError, OptionError, RefError
 from kvfit.fit.capture.locate import Located, locate
+from kvfit.model.digests import telling_texts
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -212,7 +214,7 @@ def _opens(path: Path) -> bool:
 def check_tokenizers(source: Any, target: Any) -> None:
     """Refuse two tokenizers that do not give the same ids.
 
-    Only the token-to-id maps and the encoding of a sample are compared. The embeddings may be padded differently.
+    The token-to-id maps and the encoding of a few texts are compared. The embeddings may be padded differently.
 
     Raises:
         MismatchError: the tokenizers differ; names the first token that does.
@@ -225,9 +227,24 @@ def check_tokenizers(source: Any, target: Any) -> None:
             f"tokenizers: found {len(differing)} tokens with different ids, first {token!r} with {ours.get(token)} in the "
             f"source and {theirs.get(token)} in the target, needed the same token-to-id map: choose two models of one family"
         )
-    # With the same map, different merges or pre-tokenizers can still split text differently, so a sample is compared.
-    sample = "Hello, World! It's 2,048 tokens\n\n  of naïve “text” — 東京 🙂\t(x_1 = y**2)"
-    if source(sample)["input_ids"] != target(sample)["input_ids"]:
-        raise MismatchError(
-            "tokenizers: found the same token-to-id map but different splits of a text, needed the same ids for the same text"
-        )
+    check_encodings(source, target, telling_texts(source))
+
+
+def check_encodings(source: Any, target: Any, texts: Iterable[str]) -> None:
+    """Refuse two tokenizers of one token-to-id map that encode one of some texts differently.
+
+    Their merges, normalisation, pre-tokenizers, special tokens or the tokens that they add to a text may differ.
+
+    Raises:
+        MismatchError: the ids differ; names the first that do.
+    """
+    for text in texts:
+        ours, theirs = ([int(number) for number in one(text)["input_ids"]] for one in (source, target))
+        if ours != theirs:
+            same = next(index for index, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b)
+            found, other = (one.decode(ids[same : same + 5]) for one, ids in ((source, ours), (target, theirs)))
+            raise MismatchError(
+                f"tokenizers: found the same token-to-id map but different splits of a text, from token {same} on {found!r} in "
+                f"the source and {other!r} in the target, needed the same ids for the same text: choose two models of one "
+                "family with the same tokenizer files"
+            )

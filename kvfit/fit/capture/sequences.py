@@ -8,14 +8,16 @@ could be in the fit split and in the holdout split. Several texts take turns by 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 from kvfit.errors import TextError
 from kvfit.fit.capture.text import TextOptions, documents
 from kvfit.fit.stats import digests
 
+SAMPLED = 32  # documents on which two tokenizers are compared
 CHARS_PER_TOKEN = 8  # of generated text; more than any common vocabulary has on average
 
 
@@ -162,6 +164,15 @@ def sequences(
         cursor = Cursor(number + 1, count, short, _digest(ids), number, repeated)
         yield Sequence(ids, cursor, (name,))
     return replace(cursor, short=short, repeated=repeated)
+
+
+def beginnings(texts: Iterable[TextOptions], num_sequences: int, seq_len: int) -> Iterator[str]:
+    """The beginnings of a few of the documents that a capture reads, from each text by its share."""
+    texts = list(texts)
+    per_share = min(num_sequences, SAMPLED) / sum(text.share for text in texts)
+    for text in texts:
+        for document in islice(documents(text), max(1, int(text.share * per_share))):
+            yield document[: CHARS_PER_TOKEN * seq_len]
 
 
 def _packed(options: TextOptions, tokenizer: Any, seq_len: int, cursor: Cursor) -> Generator[Sequence, None, Cursor]:

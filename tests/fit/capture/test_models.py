@@ -1,11 +1,15 @@
 """Loading: a checkpoint that is not whole is refused by name, never filled with random numbers."""
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_server import File, running_hub
+from made_mappers import model_spec
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
@@ -16,8 +20,12 @@ from kvfit.errors import KvfitError, MismatchError, OptionError, RefError
 from kvfit.fit.capture.capture import Options as CaptureOptions
 from kvfit.fit.capture.capture import capture
 from kvfit.fit.capture.inspect import inspect_model
-from kvfit.fit.capture.models import Options, load, load_config, load_tokenizer
-from kvfit.fit.capture.text import TextOptions
+from kvfit.fit.capture.models import Options, check_encodings, check_tokenizers, load, load_config, load_tokenizer
+from kvfit.fit.capture.sequences import beginnings
+from kvfit.fit.capture.text import TextOptions, mix
+from kvfit.model.digests import encoding_digest, tokenization_digest, tokenizer_fingerprint
+from kvfit.model.identity import check_tokenizer
+from kvfit.spec import RopeSpec
 
 KEY = "model.layers.2.self_attn.k_proj.weight"
 
@@ -208,3 +216,105 @@ def test_a_repository_without_a_configuration_is_no_model(ask) -> None:
             load_config("org/empty")
         with pytest.raises(RefError, match="org/absent: found no such folder; and on the Hub: org/absent: missing, or"):
             load_config("org/absent")
+
+
+# Tokenizers of one vocabulary
+
+END = "<|endoftext|>"
+FIRST = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": END, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
+}
+OTHER_IDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "lower case": ({"normalizer": {"type": "Lowercase"}}, {}, {}),
+    "compatibility characters": ({"normalizer": {"type": "NFKC"}}, {}, {}),
+    "spaces at the ends": ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, {}, {}),
+    "spaces at the end": ({"normalizer": {"type": "Strip", "strip_left": False, "strip_right": True}}, {}, {}),
+    "spaces before a special token": ({}, {"lstrip": True}, {}),
+    "spaces after a special token": ({}, {"rstrip": True}, {}),
+    "only whole words are special": ({}, {"single_word": True}, {}),
+    "no special tokens in a text": ({}, {}, {"split_special_tokens": True}),
+    "a first token": ({"post_processor": FIRST}, {}, {}),
+}
+SAME_IDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}, {}),
+    "chat template": (
+        {},
+        {},
+        {"chat_template": "{{ messages }}", "padding_side": "left"},
+    ),
+    "longest text": ({}, {}, {"model_max_length": 8, "truncation_side": "left"}),
+    "other roles": ({}, {}, {"bos_token": END, "unk_token": END}),
+    "truncation": ({"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}}, {}, {}),
+}
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Callable[..., Any]:
+    """The demo's tokenizer with other settings: of the file, of its special token, of its configuration."""
+
+    def make(file: dict[str, Any], special: dict[str, Any], config: dict[str, Any]) -> Any:
+        folder = tmp_path / "changed"
+        shutil.copytree(str(demo_path("demo:target")), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        stored = json.loads((folder / "tokenizer.json").read_text())
+        stored["added_tokens"][0].update(special)
+        (folder / "tokenizer.json").write_text(json.dumps({**stored, **file}))
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, **config}))
+        return load_tokenizer(str(folder))
+
+    return make
+
+
+def recorded(tokenizer: Any) -> Any:
+    """The part of a spec that records a tokenizer."""
+    return model_spec(
+        1, 1, 4, RopeSpec((), (None,)), tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        tokenization_digest=tokenization_digest(tokenizer), encoding_digest=encoding_digest(tokenizer),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OTHER_IDS)
+def test_tokenizers_that_encode_differently_are_refused(changed: Callable[..., Any], change: str) -> None:
+    """When a pair is captured, and when a tokenizer is bound, in both directions."""
+    own, other = load_tokenizer("demo:source"), changed(*OTHER_IDS[change])
+    assert own.get_vocab() == other.get_vocab()
+    for pair in ((own, other), (other, own)):
+        with pytest.raises(MismatchError, match=r"same token-to-id map but different splits of a text, from token \d+ on "):
+            check_tokenizers(*pair)
+        with pytest.raises(MismatchError, match=r"^field (tokenization|encoding)_digest: .*this one has its vocabulary but"):
+            check_tokenizer(recorded(pair[0]), pair[1])
+
+
+@pytest.mark.parametrize("change", SAME_IDS)
+def test_settings_that_change_no_id_pass(changed: Callable[..., Any], change: str) -> None:
+    own, other = load_tokenizer("demo:source"), changed(*SAME_IDS[change])
+    check_tokenizers(own, other)
+    check_tokenizers(other, own)
+    check_tokenizer(recorded(own), other)
+    check_tokenizer(recorded(other), own)
+
+
+def test_a_bundle_without_the_digest_is_checked_by_what_it_has(changed: Callable[..., Any]) -> None:
+    old = replace(recorded(load_tokenizer("demo:source")), encoding_digest=None)
+    check_tokenizer(old, changed(*OTHER_IDS["spaces at the ends"]))
+
+
+def test_a_difference_that_only_the_text_shows_is_refused(tmp_path: Path, changed: Callable[..., Any]) -> None:
+    """Both tokenizers encode the documents that are captured, of every text."""
+    own = load_tokenizer("demo:source")
+    other = changed({"normalizer": {"type": "Replace", "pattern": {"String": "zebra"}, "content": "horse"}}, {}, {})
+    check_tokenizers(own, other)
+    for name, words in (("a", ["a cat"] * 40), ("b", ["a cat", "a zebra ran"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in words))
+    texts = mix([f"{tmp_path}/a.jsonl=3", f"{tmp_path}/b.jsonl=1"], TextOptions())
+    assert len(list(beginnings(texts, 8, 5))) == 8
+    check_encodings(own, other, beginnings(texts, 4, 5))  # which reads one document of the second text
+    with pytest.raises(MismatchError, match=r"from token \d+ on '.*zebra.*' in the source and '.*horse.*' in the target"):
+        check_encodings(own, other, beginnings(texts, 8, 5))
+    arguments = {"text": texts, "options": CaptureOptions(seq_len=2, num_sequences=8), "progress": False}
+    with pytest.raises(MismatchError, match="horse"):
+        capture("demo:source", str(tmp_path / "changed"), tmp_path / "s.zarr", **arguments)
+    assert not (tmp_path / "s.zarr").exists()
