@@ -10,6 +10,7 @@ model ``hf``.
 
 from __future__ import annotations
 
+import logging
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -39,6 +40,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "kvfit.fit.evaluate.harness: found no lm_eval, needed the extra `eval`: pip install 'kvfit-mappers[fit,eval]'"
     ) from error
+
+_log = logging.getLogger("kvfit")
 
 # `shuffled` needs another document besides the prompt, so it cannot answer the prompt.
 ARMS: tuple[Arm, ...] = tuple(arm for arm in get_args(Arm) if arm != "shuffled")
@@ -86,8 +89,8 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
             exact_tail: `exact_tail` of the arm `handoff`.
             recompute: `recompute` of the arm `handoff`.
             max_gen_toks: maximal length of a generated answer, unless the task sets one.
-            max_length: maximal length of prompt and answer; a longer prompt loses its beginning. Default: the target's
-                positions.
+            max_length: the most tokens that are run; a longer prompt loses its beginning, and the log says how many did. The
+                last token of an answer that is scored is not run. Default: the positions of the model that answers.
             batch_size: not used, because prompts are run one by one.
             max_batch_size: not used.
 
@@ -161,25 +164,32 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
         **_: Any,
     ) -> list[tuple[float, bool]]:
         out: list[tuple[float, bool]] = []
+        n_cut = 0
         bar = tqdm(total=len(requests), desc=f"loglikelihood, {self.arm}", disable=disable_tqdm or None)
         # The answers to one question are consecutive and share its prompt.
         for prompt, group in groupby(requests, key=lambda request: request[1]):
             cache: tuple[int, arms.Rewindable] | None = None
             for _text, _prompt, continuation in group:
-                kept = self._fitted(prompt, len(continuation))
+                kept = self._fitted(prompt, len(continuation) - 1)
+                n_cut += len(kept) < len(prompt)
                 if cache is None or cache[0] != len(kept):
                     cache = (len(kept), self.prompt_cache(kept))
                 out.append(self._scored(kept, continuation, cache[1]))
                 bar.update()
         bar.close()
+        self._warn_of_cut("loglikelihood", n_cut, len(requests))
         return out
 
-    def _fitted(self, prompt: list[int], n_new: int) -> list[int]:
-        """The end of the prompt that fits into `max_length`."""
-        room = self.max_length - n_new
+    def _fitted(self, prompt: list[int], n_run: int) -> list[int]:
+        """The end of the prompt that fits into `max_length` with the `n_run` tokens of the answer that are run."""
+        room = self.max_length - n_run
         if room < 1:
-            raise MismatchError(f"max_length: found {self.max_length}, needed more than the {n_new} tokens of an answer")
+            raise MismatchError(f"max_length: found {self.max_length}, needed more than the {n_run} tokens of an answer")
         return prompt[-room:]
+
+    def _warn_of_cut(self, kind: str, n_cut: int, n_requests: int) -> None:
+        if n_cut:
+            _log.warning("%s: %d of %d prompts lost their beginning (max_length=%d)", kind, n_cut, n_requests, self.max_length)
 
     @torch.no_grad()
     def _scored(self, prompt: list[int], continuation: list[int], cache: arms.Rewindable) -> tuple[float, bool]:
@@ -212,7 +222,7 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
         Raises:
             MismatchError: the task asks for sampling.
         """
-        out = []
+        out, n_cut = [], 0
         for request in tqdm(requests, desc=f"generate, {self.arm}", disable=disable_tqdm or None):
             context, wanted = request.args
             settings = {name: value for name, value in wanted.items() if name not in ("until", *LENGTHS)}
@@ -222,9 +232,12 @@ class KvfitLM(TemplateLM):  # type: ignore[misc]
             until = wanted.get("until") or []
             stops = [until] if isinstance(until, str) else list(until)
             most = int(next((wanted[name] for name in LENGTHS if wanted.get(name)), self.max_gen_toks))
-            prompt = self._fitted(self.tok_encode(context) or [self.prefix_token_id], most)
-            out.append(self._said(prompt, stops, max_new_tokens=most, **settings))
+            prompt = self.tok_encode(context) or [self.prefix_token_id]
+            kept = self._fitted(prompt, most)
+            n_cut += len(kept) < len(prompt)
+            out.append(self._said(kept, stops, max_new_tokens=most, **settings))
             self.cache_hook.add_partial("generate_until", request.args, out[-1])
+        self._warn_of_cut("generate", n_cut, len(requests))
         return out
 
     def _said(self, prompt: list[int], stops: list[str], **settings: Any) -> str:

@@ -177,6 +177,38 @@ def test_native_says_what_the_harnesss_own_model_says(bundle: Path, tiny_pair: t
     assert len(fewer) <= 3
 
 
+@pytest.mark.parametrize("arm", ["native", "source"])
+@pytest.mark.parametrize("max_length", [4, 9])
+def test_a_long_prompt_is_cut_as_the_harnesss_own_model_cuts_it(
+    arm: Any, max_length: int, bundle: Path, tiny_pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An answer as long as `max_length` keeps one token of the prompt, because its own last token is not run."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    made = model(bundle, tiny_pair, arm, max_length=max_length)
+    own = HFLM(pretrained=made.model, tokenizer=made.tokenizer, batch_size=1, max_length=max_length)
+    prompt = made.tok_encode(QUESTIONS[0][0])
+    answers = [made.tok_encode(QUESTIONS[1][0])[:length] for length in range(1, max_length + 1)]
+    pairs = [(("", ""), prompt[:length], answer) for length in range(1, 14, 2) for answer in answers]
+    caplog.clear()
+    ours, theirs = (one._loglikelihood_tokens(pairs, disable_tqdm=True) for one in (made, own))
+    n_cut = sum(len(before) + len(answer) > max_length + 1 for _, before, answer in pairs)
+    assert 0 < n_cut < len(pairs)
+    said = [record.getMessage() for record in caplog.records if record.name == "kvfit"]
+    assert said == [f"loglikelihood: {n_cut} of {len(pairs)} prompts lost their beginning (max_length={max_length})"]
+    assert [score for score, _ in ours] == pytest.approx([score for score, _ in theirs], abs=1e-4)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+    with pytest.raises(MismatchError, match="max_length"):  # theirs asserts
+        made._loglikelihood_tokens([(("", ""), prompt, [*answers[-1], 1])], disable_tqdm=True)
+
+    asked = [Instance("generate_until", {}, (text, {"until": [], "max_gen_toks": 3}), 0) for text, _, _ in QUESTIONS]
+    assert made.generate_until(asked, disable_tqdm=True) == own.generate_until(asked, disable_tqdm=True)
+    n_cut = sum(len(made.tok_encode(text)) > max_length - 3 for text, _, _ in QUESTIONS)
+    said = [record.getMessage() for record in caplog.records if record.name == "kvfit"]
+    assert said[1:] == [f"generate: {n_cut} of 3 prompts lost their beginning (max_length={max_length})"]
+
+
 def test_the_registry_makes_the_model_from_its_arguments(bundle: Path, tiny_pair: tuple[Path, Path]) -> None:
     from lm_eval.api.registry import get_model
 
