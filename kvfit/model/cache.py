@@ -15,8 +15,17 @@ from torch import Tensor
 
 from kvfit.errors import MismatchError
 from kvfit.model.decoder import cached_heads, family, layer_devices, number, unwrapped
-from kvfit.model.forward import base_model, cache_argument, forward, stops_when_filled
-from kvfit.model.reading import LayerState, Pair, cache_length, first_nonfinite, layer_states, own_layers, read_cache
+from kvfit.model.forward import base_model, cache_argument, forward, stops_when_filled, uncompiled
+from kvfit.model.reading import (
+    LayerState,
+    Pair,
+    cache_length,
+    first_nonfinite,
+    layer_states,
+    own_layers,
+    read_cache,
+    refuse_quantised,
+)
 
 __all__ = [
     "LayerState",
@@ -42,6 +51,7 @@ __all__ = [
     "read_cache",
     "recording_cache",
     "stops_when_filled",
+    "uncompiled",
     "unwrapped",
 ]
 
@@ -190,6 +200,7 @@ def crop(cache: Any, length: int) -> None:
         raise MismatchError(f"cache: found {held} tokens, needed at least {length}")
     layers = own_layers(cache)
     for index, layer in enumerate(layers):
+        refuse_quantised(layer, index)
         if int(layer.get_seq_length()) != held:
             raise MismatchError(f"cache layer {index}: found {int(layer.get_seq_length())} tokens, needed {held} as in layer 0")
         if held > layer.keys.shape[-2]:

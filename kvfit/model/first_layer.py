@@ -51,7 +51,7 @@ def first_layer(
         raise MismatchError(f"input_ids: found shape {tuple(input_ids.shape)}, needed (B, T) with at least one token")
     batch, n_tokens = input_ids.shape
     if position_ids is None:
-        position_ids = torch.arange(n_tokens)[None]
+        position_ids = torch.arange(n_tokens, device=input_ids.device)[None]
     if tuple(position_ids.shape) not in {(batch, n_tokens), (1, n_tokens)}:
         raise MismatchError(f"position_ids: found shape {tuple(position_ids.shape)}, needed ({batch}, {n_tokens}) as input_ids")
     device = input_device(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -90,6 +92,34 @@ def forward(
         arguments["logits_to_keep"] = logits_to_keep
     logits: Tensor = model(input_ids=input_ids, use_cache=True, **arguments).logits
     return logits if logits_to_keep is None else logits[:, -logits_to_keep:]
+
+
+_EAGER = threading.Lock()
+_eager_blocks, _eager_stance = 0, None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run whatever is compiled, a model, its layers or its `forward`, as it was written, while the block lasts.
+
+    Compiled code hides attention from a function mode, and some of it reads a cache of another class wrongly. The setting is
+    torch's own, for all threads: what they run meanwhile is not compiled either and gives the same results.
+    """
+    global _eager_blocks, _eager_stance
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
+        yield
+        return
+    with _EAGER:
+        if _eager_blocks == 0:
+            _eager_stance = torch.compiler.set_stance("force_eager")
+        _eager_blocks += 1
+    try:
+        yield
+    finally:
+        with _EAGER:
+            _eager_blocks -= 1
+            if _eager_blocks == 0:
+                _eager_stance.__exit__(None, None, None)
 
 
 class _Filled(BaseException):

@@ -78,10 +78,7 @@ def _plain_pair(item: Any, index: int) -> Pair:
 def _layer_pair(layer: Any, index: int) -> Pair:
     name = type(layer).__name__
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if "Quantized" in name:
-        raise MismatchError(
-            f"cache layer {index}: found {name}, needed keys and values that are not quantised: use a DynamicCache"
-        )
+    refuse_quantised(layer, index)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor):
         what = "nothing stored" if getattr(layer, "is_initialized", None) is False else "no keys and values of its own"
         raise MismatchError(f"cache layer {index}: found {name} with {what}, needed keys and values of every token")
@@ -91,12 +88,30 @@ def _layer_pair(layer: Any, index: int) -> Pair:
         )
     seen, stored = int(layer.get_seq_length()), keys.shape[-2]
     if seen > stored:
+        kept = (
+            f"the last {stored} of {seen} tokens (sliding window)"
+            if getattr(layer, "is_sliding", False)
+            else (f"{name} with keys and values of {stored} of {seen} tokens")
+        )
         raise MismatchError(
-            f"cache layer {index}: found the last {stored} of {seen} tokens (sliding window), needed all of them: "
+            f"cache layer {index}: found {kept}, needed all of them: "
             "fill a cache made by kvfit.model.cache.full_cache() instead"
         )
     # A static layer has memory for all tokens that it may ever hold. What is beyond its current length is padding.
     return keys[:, :, :seen], values[:, :, :seen]
+
+
+def refuse_quantised(layer: Any, index: int) -> None:
+    """Refuse a layer that keeps its tokens quantised, of which its keys and values are only the newest few.
+
+    Raises:
+        MismatchError: it is one; names its class.
+    """
+    if any("Quantized" in base.__name__ for base in type(layer).__mro__):  # a user's own subclass may have any name
+        raise MismatchError(
+            f"cache layer {index}: found {type(layer).__name__}, which keeps its tokens quantised, needed plain keys and "
+            "values of every token: fill a DynamicCache"
+        )
 
 
 def cache_length(cache: Any) -> int:

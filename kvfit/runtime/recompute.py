@@ -43,6 +43,7 @@ CHECKED_TOKENS = 1024
 
 
 @torch.no_grad()
+@caches.uncompiled()
 def guided_tokens(
     guide: Any,
     pairs: Pairs,
@@ -105,7 +106,7 @@ class _Reader:
             self.eligible &= self.mask[:, :prefix] != 0
         # The strongest heads of the current pass so far, and their largest weights.
         self.kept: Tensor | None = None  # (B, queries, heads, prefix)
-        self.strength = torch.empty(0)  # (B, queries, heads)
+        self.strength = torch.empty(0, device="cpu")  # (B, queries, heads)
         self.seen: set[int | None] = set()
 
     def worth(self) -> Tensor:

@@ -20,6 +20,7 @@ from kvfit.model.cache import (
     own_layers,
     place,
     stops_when_filled,
+    uncompiled,
 )
 from kvfit.model.decoder import family, input_device, text_config, unwrapped
 
@@ -84,6 +85,7 @@ def _rewriting_cache(cache: Any, tokens: Tensor, stop: int) -> Any:
 
 
 @torch.no_grad()
+@uncompiled()
 def rewrite(
     model: Any,
     input_ids: Tensor,
@@ -186,6 +188,7 @@ def _masks(model: Any, tokens: Tensor, real: Tensor, padded: bool, windows: Sequ
 
 
 @torch.no_grad()
+@uncompiled()
 def check_rewrite(model: Any, windows: Sequence[int | None]) -> None:
     """Compare `rewrite` with a plain pass over a few tokens. This costs two passes over 12 tokens.
 

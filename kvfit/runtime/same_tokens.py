@@ -93,8 +93,9 @@ def _check(
     input_ids = input_ids.to(input_device(model))
     count = len(held_tokens)
     near = min(count, most // 2)
-    far = torch.arange(0, count - near, max(1, -(-2 * (count - near) // most)))
-    places = torch.cat([far, torch.arange(count - near, count)]).to(input_ids.device)
+    device = input_ids.device
+    far = torch.arange(0, count - near, max(1, -(-2 * (count - near) // most)), device=device)
+    places = torch.cat([far, torch.arange(count - near, count, device=device)])
     tokens = places + held_tokens.start
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, tokens]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, QuantizedLayer
 from zoo import FAMILIES, VOCABULARY, build
 
 from kvfit.errors import MismatchError, UnsupportedModelError
@@ -216,7 +217,7 @@ def test_quantised_and_recurrent_layers_are_refused() -> None:
         def __init__(self, layer: Any) -> None:
             self.layers = [layer]
 
-    with pytest.raises(MismatchError, match="cache layer 0: found QuantoQuantizedLayer, needed keys and values that are not"):
+    with pytest.raises(MismatchError, match="cache layer 0: found QuantoQuantizedLayer, which keeps its tokens quantised"):
         caches.read_cache(Cache(QuantoQuantizedLayer()))
     with pytest.raises(MismatchError, match="LinearAttentionLayer with no keys and values of its own"):
         caches.read_cache(Cache(LinearAttentionLayer()))
@@ -337,3 +338,28 @@ def test_crop_of_a_static_cache(qwen3: Any) -> None:
     torch.testing.assert_close(
         caches.forward(qwen3, ids[:, 12:], cache), caches.forward(qwen3, ids[:, 12:], reference), rtol=0, atol=2e-5
     )
+
+
+class Rounded(QuantizedLayer):
+    """A quantised layer of a user's own, whose name does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__(residual_length=6)
+
+    def _quantize(self, tensor: Tensor, axis: int) -> Tensor:  # noqa: ARG002
+        return tensor
+
+    def _dequantize(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def test_a_quantised_cache_of_ones_own_is_named(qwen3: Any) -> None:
+    cache = Cache(layers=[Rounded() for _ in range(qwen3.config.num_hidden_layers)])
+    for step in (slice(0, 8), slice(8, 9)):
+        caches.forward(qwen3, torch.arange(5, 14)[None, step], cache)
+    assert cache.layers[0].keys.shape[-2] == 1  # the newest token; the others are quantised
+    for call in (caches.read_cache, lambda cache: caches.crop(cache, 4)):
+        with pytest.raises(
+            MismatchError, match=r"cache layer 0: found Rounded, which keeps its tokens quantised.* DynamicCache"
+        ):
+            call(cache)

@@ -17,7 +17,7 @@ from kvfit.runtime.choice import auto_counts, choose, choose_tokens, keep_only
 from kvfit.runtime.recompute import DRAFT_TOKENS, OTHERS_WEIGHT, QUESTION_TOKENS, guided_tokens
 from kvfit.runtime.rewrite import rewrite
 
-# These conversations are short. With the default of eight exact first tokens, little of them would be mapped.
+# These conversations are short. With the default of sixteen exact first tokens, little of them would be mapped.
 handoff = partial(kvfit.handoff, exact_head=1)
 
 FAMILIES = {family.name: family for family in zoo.FAMILIES}
@@ -518,6 +518,67 @@ def test_no_attention_of_other_tokens_is_kept(monkeypatch):
     pairs = caches.read_cache(prefilled(model, ids[:, :30]))
     guided_tokens(model, pairs, ids, prefix=30, among=every(30).expand(2, -1), fraction=0.2)
     assert taken == [(2, 4, QUESTION_TOKENS, 50)] * 3 + [(2, 4, 1, 51 + step) for step in range(DRAFT_TOKENS) for _ in range(3)]
+
+
+def compiled_whole(model, backend):
+    model.compile(backend=backend)
+
+
+def compiled_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+
+
+def compiled_forward(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
+
+
+@pytest.mark.parametrize("compiled", [compiled_whole, compiled_layers, compiled_forward])
+def test_a_model_that_was_compiled_in_place(compiled):
+    """The passes that watch attention and that run chosen tokens run what was compiled as it was written."""
+    runs = []
+
+    def backend(graph, _inputs):
+        runs.append(graph)
+        return graph.forward
+
+    model = build("llama", "sdpa")
+    mapper = random_mapper(mapper_spec(spec_of(model), spec_of(model), [[0, 1]] * spec_of(model).n_layers)).bind(model, model)
+    ids = tokens(2, 40)
+    cache = prefilled(model, ids[:, :-1])
+    wanted = kvfit.handoff(mapper, model, ids, cache, exact_head=0, recompute=0.3, guide=model)
+    compiled(model, backend)
+    moved = kvfit.handoff(mapper, model, ids, cache, exact_head=0, recompute=0.3, guide=model)
+    assert moved.recomputed.shape[1] >= 12
+    assert torch.equal(moved.recomputed, wanted.recomputed)
+    assert same(moved.cache, wanted.cache)
+    # Another `forward` is compared with the class's own first, by a plain pass, which may be compiled.
+    assert runs == [] or compiled is compiled_forward
+    runs.clear()
+    with caches.uncompiled(), caches.uncompiled():
+        assert torch.compile(torch.sin, backend=backend)(torch.ones(3)).shape == (3,)
+    assert runs == []
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.ones(3))  # compiles again afterwards
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_the_default_device_does_not_matter(device):
+    """Every tensor that is made on the way names its device."""
+    model = build("llama", "sdpa")
+    mapper = random_mapper(mapper_spec(spec_of(model), spec_of(model), [[0, 1]] * spec_of(model).n_layers)).bind(model, model)
+    ids = tokens(2, 40)
+    cache = prefilled(model, ids[:, :-1])
+    settings = {"exact_tail": 3, "guide": model, "source_ids": ids[:, :-1]}
+    for recompute in (0.3, "auto"):
+        wanted = kvfit.handoff(mapper, model, ids, cache, recompute=recompute, **settings)
+        torch.set_default_device(device)
+        try:
+            moved = kvfit.handoff(mapper, model, ids, cache, recompute=recompute, **settings)
+        finally:
+            torch.set_default_device(None)
+        assert torch.equal(moved.recomputed, wanted.recomputed)
+        assert same(moved.cache, wanted.cache)
 
 
 def test_other_kernels_are_refused():
