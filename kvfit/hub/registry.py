@@ -65,11 +65,7 @@ class _Pinned:
         if self.repo is not None and not is_repository(self.repo):
             raise SpecError("repo", repr(self.repo)[:80], "org/name")
         if self.folder is not None and not is_tag(self.folder):
-            raise SpecError(
-                "folder",
-                repr(self.folder)[:80],
-                "a folder next to this file, named with letters, digits, '.', '_' and '-' only",
-            )
+            raise SpecError("folder", repr(self.folder)[:80], "a folder next to this file, named as a repository is")
         if (self.commit is None) != (self.repo is None) or (self.commit is not None and not _COMMIT.fullmatch(self.commit)):
             raise SpecError("commit", repr(self.commit)[:80], "40 hexadecimal digits with repo, nothing with folder")
         if not is_tag(self.revision):

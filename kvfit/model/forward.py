@@ -95,7 +95,8 @@ def forward(
 
 
 _EAGER = threading.Lock()
-_eager_blocks, _eager_stance = 0, None
+_eager_blocks = 0
+_eager_stance: Any = None
 
 
 @contextmanager
